@@ -1,0 +1,81 @@
+"""The KV tensors of one model: per layer two flat tensors indexed by KV slot (page * page_size + offset).
+
+Page 0 is the padding page: always zero, read in place of keys a row does not have, so that nothing stale (or NaN) is ever
+multiplied, not even by a zero probability. Page 1 is the scratch page: writes of draft nodes beyond a row's limit land there
+and nobody reads it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+PADDING_PAGE = 0
+SCRATCH_PAGE = 1
+NUM_RESERVED_PAGES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKV:
+    """What one layer stores for a token: `num_heads` keys of `key_dim` and values of `value_dim`."""
+
+    num_heads: int
+    key_dim: int
+    value_dim: int
+    dtype: torch.dtype
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one token's key and value in this layer."""
+        return self.num_heads * (self.key_dim + self.value_dim) * self.dtype.itemsize
+
+
+class KVCache:
+    """KV of all layers, paged. Layer i: keys [num_slots, heads, key_dim], values [num_slots, heads, value_dim].
+
+    Args:
+        layers: what each layer stores.
+        num_pages: pages, the two reserved ones included.
+        page_size: tokens a page holds.
+        device: where the tensors live.
+        poison: fill with NaN (integers: -1) so that reading an unwritten slot shows; for tests.
+    """
+
+    def __init__(
+        self, layers: tuple[LayerKV, ...], num_pages: int, page_size: int, device: torch.device, poison: bool = False
+    ) -> None:
+        self.page_size = page_size
+        self.num_pages = num_pages
+        self._layers = [(self._tensor(s, s.key_dim, device, poison), self._tensor(s, s.value_dim, device, poison)) for s in layers]
+
+    def _tensor(self, spec: LayerKV, dim: int, device: torch.device, poison: bool) -> Tensor:
+        shape = (self.num_pages * self.page_size, spec.num_heads, dim)
+        if not poison:
+            return torch.zeros(shape, dtype=spec.dtype, device=device)
+        out = torch.full(shape, float("nan") if spec.dtype.is_floating_point else -1, dtype=spec.dtype, device=device)
+        out[: self.page_size].zero_()
+        return out
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers."""
+        return len(self._layers)
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of layer `index`."""
+        return self._layers[index]
+
+    def move(self, source: Tensor, target: Tensor) -> None:
+        """Copy KV slots `source` [n] int64 to `target` [n], all layers; every source is read before a target is written."""
+        for keys, values in self._layers:
+            keys.index_copy_(0, target, keys.index_select(0, source))
+            values.index_copy_(0, target, values.index_select(0, source))
+
+    def copy_pages(self, source: Tensor, target: Tensor) -> None:
+        """Copy whole pages `source` [n] int64 to pages `target` [n]."""
+        offsets = torch.arange(self.page_size, device=source.device)
+        self.move(
+            (source[:, None] * self.page_size + offsets).flatten(), (target[:, None] * self.page_size + offsets).flatten()
+        )

@@ -1,0 +1,183 @@
+"""Paged attention in plain torch: the oracle for faster backends, and a usable one on the CPU.
+
+All verify rows go through one batched product per layer, each padded to the longest row; each prompt chunk goes on its own.
+Keys and values are read only through `read_slots`, which points at the zero page behind a row's keys, so whatever else the
+cache holds (NaN included) is never multiplied.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from slipstream.attention.base import BatchLayout
+from slipstream.attention.kv import KVCache
+
+
+class ReferenceBackend:
+    """`AttentionBackend` in plain torch."""
+
+    def begin(self, layout: BatchLayout, kv: KVCache) -> ReferenceStep:
+        """Prepare one pass. Masks are made at the first layer, in its dtype."""
+        return ReferenceStep(layout, kv)
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """A prompt chunk: its tokens [start, stop) of the pass, the slots of its keys, and which of them each token sees."""
+
+    start: int
+    stop: int
+    slots: Tensor | None  # None: the chunk starts its prompt, its keys are its own tokens'
+    bias: Tensor | None  # [1, 1, tokens, keys]; None with slots None: plain causal
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """All verify rows, R of W tokens each: shorter rows are filled up with repeats of their first token.
+
+    Attributes:
+        start: first token of the rows in the pass.
+        num_rows, width, num_keys: R, W, K.
+        gather: [R * W] token of each place, counted from `start`; None where all rows have W tokens.
+        scatter: the place of each token; None likewise.
+        slots: [R * kv_heads * K] rows of the cache seen as [num_slots * kv_heads, dim].
+        bias: [R * kv_heads, 1 or groups * W, K], 0 or -inf.
+    """
+
+    start: int
+    num_rows: int
+    width: int
+    num_keys: int
+    gather: Tensor | None
+    scatter: Tensor | None
+    slots: Tensor
+    bias: Tensor
+
+
+class ReferenceStep:
+    """`AttentionStep` in plain torch."""
+
+    def __init__(self, layout: BatchLayout, kv: KVCache) -> None:
+        self.layout = layout
+        self.kv = kv
+        self._chunks: tuple[_Chunk, ...] = ()
+        self._rows: _Rows | None = None
+        self._prepared = False
+
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """See `AttentionStep.__call__`."""
+        if not self._prepared:
+            self._prepare(query, key)
+        keys, values = self.kv.layer(layer)
+        keys.index_copy_(0, self.layout.write_slots, key.to(keys.dtype))
+        values.index_copy_(0, self.layout.write_slots, value.to(values.dtype))
+        parts = [_attend_chunk(chunk, query, key, value, keys, values, scale) for chunk in self._chunks]
+        if self._rows is not None:
+            parts.append(_attend_rows(self._rows, query, keys, values, scale))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _prepare(self, query: Tensor, key: Tensor) -> None:
+        layout, heads, kv_heads = self.layout, query.shape[1], key.shape[1]
+        ends = tuple(itertools.accumulate(layout.query_lens))
+        self._chunks = tuple(
+            _plan_chunk(layout, segment, ends[segment] - layout.query_lens[segment], ends[segment], query.dtype)
+            for segment in range(layout.num_chunks)
+        )
+        if len(layout.query_lens) > layout.num_chunks:
+            start = ends[layout.num_chunks - 1] if layout.num_chunks else 0
+            self._rows = _plan_rows(layout, start, heads // kv_heads, kv_heads, query.dtype)
+        self._prepared = True
+
+
+def _bias(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, -math.inf)
+
+
+def _plan_chunk(layout: BatchLayout, segment: int, start: int, stop: int, dtype: torch.dtype) -> _Chunk:
+    num_keys = layout.max_key_lens[segment]
+    if num_keys == stop - start:  # an upper bound of base + tokens: so the base is 0
+        return _Chunk(start, stop, None, None)
+    key = torch.arange(num_keys, device=layout.segment.device)
+    last = layout.base_lens[segment] + layout.index[start:stop]
+    return _Chunk(start, stop, layout.read_slots[segment, :num_keys], _bias(key <= last[:, None], dtype)[None, None])
+
+
+def _plan_rows(layout: BatchLayout, start: int, groups: int, kv_heads: int, dtype: torch.dtype) -> _Rows:
+    device, first = layout.segment.device, layout.num_chunks
+    lens = layout.query_lens[first:]
+    num_rows, width, num_keys = len(lens), max(lens), max(layout.max_key_lens[first:])
+
+    gather = scatter = None
+    if min(lens) < width:
+        starts = [end - length for end, length in zip(itertools.accumulate(lens), lens, strict=True)]
+        places = [begin + (i if i < length else 0) for begin, length in zip(starts, lens, strict=True) for i in range(width)]
+        gather = torch.tensor(places, device=device)
+        scatter = torch.tensor([row * width + i for row, length in enumerate(lens) for i in range(length)], device=device)
+
+    slots = layout.read_slots[first:, :num_keys]
+    head = torch.arange(kv_heads, device=device)[:, None]
+    fine = (slots[:, None] * kv_heads + head).flatten()
+
+    key = torch.arange(num_keys, device=device)
+    own = key - layout.base_lens[first:, None]  # [R, K] place of each key in its row, below 0 for earlier ones
+    if width == 1:
+        visible = (own <= 0)[:, None]
+    elif layout.ancestors is None:
+        visible = own[:, None] <= torch.arange(width, device=device)[:, None]
+    else:
+        tree = layout.ancestors[start:]
+        tree = (tree if gather is None else tree.index_select(0, gather)).view(num_rows, width, -1)
+        nodes = tree.shape[2]
+        own = own[:, None].expand(-1, width, -1)
+        visible = (own < 0) | (tree.gather(2, own.clamp(0, nodes - 1)) & (own < nodes))
+    bias = _bias(visible, dtype)  # [R, W, K]
+    if width > 1:
+        bias = bias.repeat(1, groups, 1)  # rows of the product are ordered group, token
+    bias = bias[:, None].expand(-1, kv_heads, -1, -1).reshape(num_rows * kv_heads, -1, num_keys)
+    return _Rows(start, num_rows, width, num_keys, gather, scatter, fine, bias)
+
+
+def _attend_chunk(
+    chunk: _Chunk, query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, scale: float
+) -> Tensor:
+    query = query[chunk.start : chunk.stop]
+    if chunk.slots is None:
+        key, value = key[chunk.start : chunk.stop], value[chunk.start : chunk.stop]
+    else:
+        key = keys.index_select(0, chunk.slots).to(query.dtype)
+        value = values.index_select(0, chunk.slots).to(query.dtype)
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1:
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    out = functional.scaled_dot_product_attention(
+        query.transpose(0, 1)[None],
+        key.transpose(0, 1)[None],
+        value.transpose(0, 1)[None],
+        attn_mask=chunk.bias,
+        is_causal=chunk.slots is None,
+        scale=scale,
+    )
+    return out[0].transpose(0, 1)
+
+
+def _attend_rows(rows: _Rows, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    query = query[rows.start :]
+    if rows.gather is not None:
+        query = query.index_select(0, rows.gather)
+    kv_heads, heads = keys.shape[1], query.shape[1]
+    groups, batch = heads // kv_heads, rows.num_rows * kv_heads
+    # [R, W, kv, G, D] -> [R * kv, G * W, D]; a view where W is 1.
+    query = query.reshape(rows.num_rows, rows.width, kv_heads, groups, -1).permute(0, 2, 3, 1, 4)
+    query = query.reshape(batch, groups * rows.width, -1)
+    key = keys.view(-1, keys.shape[2]).index_select(0, rows.slots).view(batch, rows.num_keys, -1).to(query.dtype)
+    value = values.view(-1, values.shape[2]).index_select(0, rows.slots).view(batch, rows.num_keys, -1).to(query.dtype)
+    weights = torch.baddbmm(rows.bias, query, key.transpose(1, 2), alpha=scale).softmax(-1)
+    out = torch.bmm(weights, value).view(rows.num_rows, kv_heads, groups, rows.width, -1).permute(0, 3, 1, 2, 4)
+    out = out.reshape(rows.num_rows * rows.width, heads, -1)
+    return out if rows.scatter is None else out.index_select(0, rows.scatter)

@@ -1,0 +1,147 @@
+"""Puts an engine together: from a configuration, or, for tests and tools, from a model that is already there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import psutil
+import torch
+
+from slipstream.attention.base import AttentionBackend
+from slipstream.attention.kv import NUM_RESERVED_PAGES, KVCache
+from slipstream.attention.registry import attention_backend
+from slipstream.cache.ledger import Ledger
+from slipstream.cache.pages import pages_for
+from slipstream.cache.pool import ReuseOrder
+from slipstream.config import EngineConfig
+from slipstream.engine.compat import check_startup
+from slipstream.engine.executor import Device, Executor, ThreadExecutor
+from slipstream.engine.loop import Engine
+from slipstream.engine.runner import Runner
+from slipstream.engine.scheduler import DraftLimits, Scheduler
+from slipstream.engine.settle import StopTextFactory
+from slipstream.errors import ConfigError
+from slipstream.models.base import CausalLM
+from slipstream.speculate.base import Drafter
+from slipstream.speculate.registry import Target, build_drafter
+from slipstream.weights import LoadedModel, load
+
+# Of the memory that is free once the weights are there, this share may become KV; the rest is activations and everybody else's.
+KV_MEMORY_SHARE = 0.4
+
+
+def build_engine(
+    config: EngineConfig, on_progress: Callable[[str, float], None] | None = None
+) -> tuple[Engine, LoadedModel]:
+    """Load the configured model and build an engine around it; `on_progress(phase, fraction)` is told how far it is."""
+    check_startup(config)
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    device = pick_device(config.device)
+    loaded = load(
+        config.model, dtype=config.dtype, device=device, max_context=config.max_model_len, on_progress=on_progress
+    )
+    engine = assemble_engine(
+        loaded.model,
+        config,
+        eos_token_ids=loaded.eos_token_ids,
+        stop_text=loaded.stop_text,
+        context_len=loaded.context_len,
+        device=device,
+    )
+    return engine, loaded
+
+
+def assemble_engine(
+    model: CausalLM,
+    config: EngineConfig,
+    *,
+    eos_token_ids: tuple[int, ...],
+    stop_text: StopTextFactory,
+    context_len: int | None = None,
+    device: torch.device | None = None,
+    attention: AttentionBackend | None = None,
+    drafters: Mapping[str, Callable[[Target], Drafter]] | None = None,
+    executor: Callable[[Device], Executor] = ThreadExecutor,
+    order: ReuseOrder = "oldest",
+) -> Engine:
+    """Build an engine around a model.
+
+    Args:
+        model: the target.
+        config: everything the engine reads of it; `model`, `dtype` and the server's fields are not looked at.
+        eos_token_ids: ids that end an answer.
+        stop_text: makes the stop string finder of a request.
+        context_len: most tokens of a request; None: the model's, cut to --max-model-len.
+        device: where the model is; None is the CPU.
+        attention: a backend; None: the configured one.
+        drafters: drafters built by the caller; the first is used. None: the configured one.
+        executor: where steps run.
+        order: which free slot or page is reused first.
+    """
+    device = device or torch.device("cpu")
+    context_len = context_len or min(model.context_len, config.max_model_len or model.context_len)
+    num_pages = pick_num_pages(model, config, context_len)
+    all_pages = num_pages + NUM_RESERVED_PAGES
+    target = Target(model, all_pages, config.page_size)
+    if drafters is None:
+        built = dict([build_drafter(config.speculate[0] if config.speculate else "off", target)])
+    else:
+        built = {name: make(target) for name, make in drafters.items()}
+    kv = KVCache(model.kv_layers, all_pages, config.page_size, device, poison=config.debug)
+    runner = Runner(
+        model=model,
+        attention=attention or attention_backend(config.attention_backend),
+        drafters=built,
+        kv=kv,
+        num_slots=config.max_num_seqs,
+        context_len=context_len,
+        eos_token_ids=eos_token_ids,
+        device=device,
+        logprobs_mode=config.logprobs_mode,
+        debug=config.debug,
+    )
+    scheduler = Scheduler(
+        Ledger(config.max_num_seqs, num_pages, config.page_size, NUM_RESERVED_PAGES, order),
+        {name: DraftLimits(d.depth, d.num_nodes, d.max_writes) for name, d in built.items()},
+        next(iter(built)),
+        config.max_num_batched_tokens,
+    )
+    return Engine(
+        scheduler=scheduler,
+        executor=executor(runner),
+        lag=config.lag,
+        context_len=context_len,
+        vocab_size=model.vocab_size,
+        eos_token_ids=eos_token_ids,
+        stop_text=stop_text,
+        debug=config.debug,
+    )
+
+
+def pick_device(name: str) -> torch.device:
+    """`auto` is the CPU for now."""
+    return torch.device("cpu" if name == "auto" else name)
+
+
+def pick_num_pages(model: CausalLM, config: EngineConfig, context_len: int) -> int:
+    """Pages requests may hold: as configured, else what --max-num-seqs full contexts need, as far as memory goes."""
+    page_bytes = config.page_size * sum(layer.bytes_per_token for layer in model.kv_layers)
+    if config.num_pages is not None:
+        pages = config.num_pages
+    elif config.kv_cache_memory_bytes is not None:
+        pages = config.kv_cache_memory_bytes // page_bytes
+    else:
+        wanted = config.max_num_seqs * pages_for(context_len, config.page_size)
+        pages = min(wanted, int(available_memory_bytes() * KV_MEMORY_SHARE) // page_bytes)
+    if pages < 1:
+        raise ConfigError(
+            f"the KV pool must hold at least one page of {page_bytes} bytes, but got {pages} pages",
+            hint="raise --kv-cache-memory-bytes or --num-pages",
+        )
+    return pages
+
+
+def available_memory_bytes() -> int:
+    """Memory the system would give us now."""
+    return int(psutil.virtual_memory().available)

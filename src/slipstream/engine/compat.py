@@ -1,0 +1,94 @@
+"""What runs with what: the one table of refusals. A parameter, or a pair of features, that does not run is refused where it enters.
+
+Each row looks at one thing and says why it refuses; tests enumerate the rows. Nothing is silently ignored, approximated or switched
+off. What nobody has run is refused unless `--allow-untested` is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from slipstream.config import EngineConfig
+from slipstream.errors import ConfigError, InvalidParameter, SlipstreamError, Unsupported
+from slipstream.sampling.grammar import grammar_kinds
+from slipstream.types import EngineRequest
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRow:
+    """A refusal of a request: returns the error where the row applies, given the request and the vocabulary size."""
+
+    name: str
+    refuse: Callable[[EngineRequest, int], SlipstreamError | None]
+
+
+@dataclass(frozen=True, slots=True)
+class StartupRow:
+    """A refusal at start-up: returns the error where the row applies."""
+
+    name: str
+    refuse: Callable[[EngineConfig], SlipstreamError | None]
+
+
+def _ids_in_vocabulary(field: str, ids: Callable[[EngineRequest], Iterable[int]]) -> RequestRow:
+    def refuse(request: EngineRequest, vocab_size: int) -> SlipstreamError | None:
+        for token in ids(request):
+            if not 0 <= token < vocab_size:
+                return InvalidParameter(field, f"hold token ids from 0 to {vocab_size - 1}", token)
+        return None
+
+    return RequestRow(f"{field} outside the vocabulary", refuse)
+
+
+def _known_grammar(request: EngineRequest, vocab_size: int) -> SlipstreamError | None:
+    if request.grammar is None or request.grammar[0] in grammar_kinds():
+        return None
+    return Unsupported(f"a grammar's kind must be one of {list(grammar_kinds())}, but got {request.grammar[0]!r}", param="grammar")
+
+
+REQUEST_ROWS: tuple[RequestRow, ...] = (
+    _ids_in_vocabulary("prompt", lambda request: request.prompt_token_ids),
+    _ids_in_vocabulary("logit_bias", lambda request: request.params.logit_bias),
+    _ids_in_vocabulary("stop_token_ids", lambda request: request.params.stop_token_ids),
+    _ids_in_vocabulary("allowed_token_ids", lambda request: request.params.allowed_token_ids or ()),
+    _ids_in_vocabulary("bad_words", lambda request: (token for word in request.bad_word_ids for token in word)),
+    RequestRow("unknown grammar kind", _known_grammar),
+)
+
+
+def _cuda_is_untested(config: EngineConfig) -> SlipstreamError | None:
+    if config.device != "cuda" or config.allow_untested:
+        return None
+    return ConfigError(
+        "--device must be cpu or auto, but got 'cuda', which nobody has run yet", hint="--allow-untested runs it all the same"
+    )
+
+
+def _one_drafter(config: EngineConfig) -> SlipstreamError | None:
+    if len(config.speculate) <= 1:
+        return None
+    return ConfigError(
+        f"--speculate must be given at most once, but got {list(config.speculate)}",
+        hint="choosing a drafter per request and step is not built yet",
+    )
+
+
+STARTUP_ROWS: tuple[StartupRow, ...] = (
+    StartupRow("cuda is untested", _cuda_is_untested),
+    StartupRow("more than one drafter", _one_drafter),
+)
+
+
+def check_request(request: EngineRequest, vocab_size: int) -> None:
+    """Raise the first refusal that applies to a request."""
+    for row in REQUEST_ROWS:
+        if error := row.refuse(request, vocab_size):
+            raise error
+
+
+def check_startup(config: EngineConfig) -> None:
+    """Raise the first refusal that applies to a configuration."""
+    for row in STARTUP_ROWS:
+        if error := row.refuse(config):
+            raise error

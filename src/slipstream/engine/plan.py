@@ -1,0 +1,167 @@
+"""What the scheduler sends to the device and what comes back. Frozen, small, no torch.
+
+    scheduler ── StepPlan ──► executor ── StepResult ──► settle
+
+A plan decides everything: who runs, how many prompt tokens, how many nodes, which pages. No rank and no kernel decides anything.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from slipstream.types import EngineRequest
+
+IntArray = NDArray[np.int64]
+FloatArray = NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class Admit:
+    """A slot gets an owner.
+
+    Attributes:
+        slot, epoch: the row.
+        request: parameters, seed and prompt of the owner.
+        tokens: int64, the whole history: prompt, plus generated tokens on resume.
+        prompt_len: the original prompt's length; penalties and min_tokens count what comes after it.
+        computed_len: tokens whose KV the pages already hold (a cached prefix).
+        limit: most tokens, prompt and output, the row may ever have: min(prompt_len + max_tokens, context).
+    """
+
+    slot: int
+    epoch: int
+    request: EngineRequest
+    tokens: IntArray
+    prompt_len: int
+    computed_len: int
+    limit: int
+
+
+@dataclass(frozen=True, slots=True)
+class Retire:
+    """A slot lost its owner (finished, aborted or retracted); its unread stash is legal."""
+
+    slot: int
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class PageDelta:
+    """Pages appended to a slot's page table, from entry `start` on."""
+
+    slot: int
+    start: int
+    pages: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A run of prompt tokens [start, start + num_tokens) of one slot; a last chunk samples the next token."""
+
+    slot: int
+    epoch: int
+    drafter: str
+    start: int
+    num_tokens: int
+    is_last: bool
+
+    @property
+    def num_nodes(self) -> int:
+        """Draft nodes: none. Behind a last chunk only the root, its last token, is sampled."""
+        return 0
+
+    @property
+    def max_len(self) -> int:
+        """Position of its last token, which is the root if it samples."""
+        return self.start + self.num_tokens - 1
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyRow:
+    """A decoding row: its root (the bonus token) plus `num_nodes` drafted nodes.
+
+    `max_len` is the scheduler's upper bound of the committed length at the start of this step, which is the root's position.
+    """
+
+    slot: int
+    epoch: int
+    drafter: str
+    num_nodes: int
+    max_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step. Rows that sample are, in this order, the last chunks and then `rows`.
+
+    Applied in this order: retires, admits, page_deltas, page_copies (pairs source, target), then the forward pass.
+    """
+
+    step: int
+    retires: tuple[Retire, ...] = ()
+    admits: tuple[Admit, ...] = ()
+    page_deltas: tuple[PageDelta, ...] = ()
+    page_copies: tuple[tuple[int, int], ...] = ()
+    chunks: tuple[Chunk, ...] = ()
+    rows: tuple[VerifyRow, ...] = ()
+
+    @property
+    def parts(self) -> tuple[Chunk | VerifyRow, ...]:
+        """All rows of the step, chunks first."""
+        return self.chunks + self.rows
+
+    @property
+    def verify_width(self) -> int:
+        """Nodes of the widest verify row, root not counted."""
+        return max((row.num_nodes for row in self.rows), default=0)
+
+    @property
+    def sampled(self) -> tuple[Chunk | VerifyRow, ...]:
+        """The rows that sample, in the order of `StepResult`."""
+        return tuple(chunk for chunk in self.chunks if chunk.is_last) + self.rows
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens the target computes in this step."""
+        return sum(chunk.num_tokens for chunk in self.chunks) + sum(1 + row.num_nodes for row in self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class StepLogprobs:
+    """Logprobs of the rows that asked for them.
+
+    Attributes:
+        rows: index into the result's rows -> index into the arrays below.
+        chosen: [L, depth + 1] float32. top_ids, top_logprobs: [L, depth + 1, k], best first.
+    """
+
+    rows: dict[int, int]
+    chosen: FloatArray
+    top_ids: IntArray
+    top_logprobs: FloatArray
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one step committed, on the host. One contract for plain and speculative decoding.
+
+    Attributes:
+        step: the plan's number.
+        tokens: [rows, depth + 1] int64, -1 behind the committed ones.
+        accept_lens: [rows] int64, 0 to depth + 1, bonus counted.
+        non_finite: [rows] bool.
+        grammar_ends: [rows] int64, committed tokens up to and with the one that closed the row's grammar; -1: not closed.
+        logprobs: None when no row asked.
+        device_s: seconds the device step took.
+    """
+
+    step: int
+    tokens: IntArray
+    accept_lens: IntArray
+    non_finite: NDArray[np.bool_]
+    grammar_ends: IntArray
+    logprobs: StepLogprobs | None
+    device_s: float

@@ -1,0 +1,74 @@
+"""A request as the host knows it. The scheduler thread alone changes it; settle alone appends tokens.
+
+    tokens     prompt ............ | output settled ...... |
+    bound                                                  | - - in flight - - |     what the device may have reached
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from slipstream.cache.ledger import Holding
+from slipstream.types import EngineRequest, FinishReason
+
+
+@dataclass(slots=True)
+class Request:
+    """Host truth of one answer.
+
+    Attributes:
+        request: what the front sent.
+        limit: most tokens, prompt and output, it may ever have.
+        tokens: prompt and settled output.
+        arrival: order of arrival.
+        holding: its slot and pages while it runs.
+        prefill_len: tokens to prefill before it samples: len(tokens) when it was admitted.
+        prefilled: of those, how many have been launched.
+        steps_in_flight: for each unsettled step in which it samples, the most tokens that step may commit.
+        finish_reason: set once, when it has ended; later results of it are dropped.
+    """
+
+    request: EngineRequest
+    limit: int
+    tokens: list[int]
+    arrival: int
+    holding: Holding | None = None
+    prefill_len: int = 0
+    prefilled: int = 0
+    steps_in_flight: deque[int] = field(default_factory=deque)
+    finish_reason: FinishReason | None = None
+    num_drafted: int = 0
+    num_accepted: int = 0
+
+    @property
+    def request_id(self) -> str:
+        """The front's id."""
+        return self.request.request_id
+
+    @property
+    def prompt_len(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def num_output(self) -> int:
+        """Settled output tokens."""
+        return len(self.tokens) - self.prompt_len
+
+    @property
+    def is_prefilling(self) -> bool:
+        """Prompt tokens are still to be launched."""
+        return self.prefilled < self.prefill_len
+
+    @property
+    def max_committed_len(self) -> int:
+        """Upper bound of the committed length (tokens whose KV exists) once all launched steps are done."""
+        if self.is_prefilling:
+            return self.prefilled
+        return min(len(self.tokens) - 1 + sum(self.steps_in_flight), self.limit - 1)
+
+    @property
+    def surely_done(self) -> bool:
+        """The steps in flight reach its limit even if each commits one token only: nothing more to launch."""
+        return len(self.tokens) + len(self.steps_in_flight) >= self.limit

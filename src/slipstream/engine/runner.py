@@ -1,0 +1,219 @@
+"""The runner: one plan becomes one device step. It knows slots and tensors; not requests, queues or answers.
+
+    apply plan ─► resolve, propose ─► forward ─► verify ─► publish, commit, compact ─► observe, stash ─► result
+                            └──── mask worker ────┘
+                              (constrained rows only)
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from slipstream.attention.base import AttentionBackend
+from slipstream.attention.kv import SCRATCH_PAGE, KVCache
+from slipstream.attention.layout import build_layout
+from slipstream.engine.device_state import DeviceState
+from slipstream.engine.drafting import Drafting
+from slipstream.engine.masks import MaskPort
+from slipstream.engine.plan import StepPlan, StepResult
+from slipstream.engine.row_logprobs import LogprobsMode, RowLogprobs
+from slipstream.engine.step_index import StepIndex
+from slipstream.models.base import CausalLM
+from slipstream.observe.guard import SyncGuard, declared
+from slipstream.relay import FutureMap, Rows
+from slipstream.sampling.state import SamplingState
+from slipstream.speculate.base import Draft, Drafter, Verdict
+from slipstream.speculate.verify import SampledRows, row_ancestors, verify
+
+
+class Runner:
+    """Runs plans, in order, on one device.
+
+    Args:
+        model: the target.
+        attention: the attention backend.
+        drafters: by name.
+        kv: the target's KV cache.
+        num_slots: most requests that run at once (the padding row comes on top).
+        context_len: most tokens a request may have.
+        eos_token_ids: masked while a row has fewer than min_tokens tokens.
+        logprobs_mode: of the model's logits as they are, or after all transforms.
+        debug: poison relay rows and histories, and guard the step against hidden synchronisation.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: CausalLM,
+        attention: AttentionBackend,
+        drafters: Mapping[str, Drafter],
+        kv: KVCache,
+        num_slots: int,
+        context_len: int,
+        eos_token_ids: tuple[int, ...],
+        device: torch.device,
+        logprobs_mode: LogprobsMode = "raw",
+        debug: bool = False,
+    ) -> None:
+        self.model = model
+        self.kv = kv
+        self._attention = attention
+        self._device = device
+        self._debug = debug
+        self.state = DeviceState(num_slots + 1, context_len, kv.page_size, device, debug)
+        self.relay = FutureMap(num_slots + 1, {name: d.relay for name, d in drafters.items()}, device, debug)
+        self.sampling = SamplingState(num_slots + 1, model.vocab_size, eos_token_ids, device)
+        self._drafting = Drafting(drafters, self.relay, self.state, self.sampling, kv)
+        self._masks = MaskPort(model.vocab_size, device)
+        self._logprobs = RowLogprobs(logprobs_mode, self.sampling)
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan) -> StepResult:
+        """Compute one step and bring its result to the host."""
+        started = time.perf_counter()
+        guard: AbstractContextManager[object] = SyncGuard() if self._debug else nullcontext()
+        with guard:
+            self._apply(plan)
+            index = StepIndex.of(plan, self._device)
+            rows = Rows(*(self.state.upload([getattr(part, field) for part in plan.parts]) for field in ("slot", "epoch")))
+            limits = self.state.limits.index_select(0, rows.slots)
+            bases = self._base_lens(plan, rows)
+            roots, draft = self._propose(plan, rows, bases, limits)
+            sampled = self._sampled_rows(plan, index, rows, bases, limits, roots, draft)
+
+            masks = self._masks.start(plan, sampled)
+            hidden, taps = self._forward(plan, index, rows, bases, limits, sampled)
+            logits = self.model.logits(hidden.index_select(0, index.sampled))
+            allowed = masks.wait()
+            verdict = verify(logits, sampled, self.sampling.rows([part.slot for part in plan.sampled]), allowed)
+
+            self._publish(plan, index, rows, bases, verdict)
+            self.state.commit(sampled.slots, sampled.base_lens, verdict.tokens, verdict.accept_lens)
+            if draft.parents is not None:
+                self._compact(sampled, verdict)
+            who = Rows(sampled.slots, rows.epochs.index_select(0, index.sampled_parts))
+            self._drafting.observe(plan, index, who, sampled.base_lens, verdict, taps)
+            logprobs = self._logprobs.of(plan, sampled, logits, verdict, allowed)
+            with declared("the result travels to the host"):
+                return StepResult(
+                    step=plan.step,
+                    tokens=verdict.tokens.numpy(force=True),
+                    accept_lens=verdict.accept_lens.numpy(force=True),
+                    non_finite=verdict.non_finite.numpy(force=True),
+                    grammar_ends=self._masks.commit(plan, verdict),
+                    logprobs=logprobs,
+                    device_s=time.perf_counter() - started,
+                )
+
+    def close(self) -> None:
+        """Stop the mask worker."""
+        self._masks.close()
+
+    # -- parts of a step, in order ----------------------------------------------------------------------------------
+
+    def _apply(self, plan: StepPlan) -> None:
+        upload = self.state.upload
+        if plan.retires:
+            self.relay.forgive(upload([retire.slot for retire in plan.retires]))
+            for retire in plan.retires:
+                self._masks.retire(retire)
+        for admit in plan.admits:
+            self.state.admit(admit)
+            self.sampling.admit(admit.slot, admit.request, admit.prompt_len)
+            self._masks.admit(admit)
+        if plan.admits:
+            opened = Rows(upload([admit.slot for admit in plan.admits]), upload([admit.epoch for admit in plan.admits]))
+            self.relay.open(opened, upload([admit.computed_len for admit in plan.admits]))
+        for delta in plan.page_deltas:
+            self.state.extend(delta)
+        if plan.page_copies:
+            source, target = zip(*plan.page_copies, strict=True)
+            self.kv.copy_pages(upload(source), upload(target))
+
+    def _base_lens(self, plan: StepPlan, rows: Rows) -> Tensor:
+        """[C + R] int64 keys from earlier steps: the plan knows where chunks start, the relay how long decoding rows are."""
+        starts = self.state.upload([chunk.start for chunk in plan.chunks])
+        return torch.cat([starts, self.relay.lengths(rows[len(plan.chunks) :])])
+
+    def _propose(self, plan: StepPlan, rows: Rows, bases: Tensor, limits: Tensor) -> tuple[Tensor, Draft]:
+        first = len(plan.chunks)
+        if plan.rows:
+            return self._drafting.propose(plan, rows[first:], bases[first:], limits[first:])
+        none = bases.new_empty(0)
+        return none, Draft(none.view(0, 0), none)
+
+    def _sampled_rows(
+        self, plan: StepPlan, index: StepIndex, rows: Rows, bases: Tensor, limits: Tensor, roots: Tensor, draft: Draft
+    ) -> SampledRows:
+        """Last chunks, as rows without a draft whose root is the last prompt token; behind them the verify rows."""
+        first, num_last = len(plan.chunks), index.num_last
+        roots_at = torch.cat([bases[:first] + self.state.upload(index.query_lens[:first]) - 1, bases[first:]])
+        slots = rows.slots.index_select(0, index.sampled_parts)
+        base_lens = roots_at.index_select(0, index.sampled_parts)
+        last_roots = self.state.history[slots[:num_last], base_lens[:num_last]]
+        pad = torch.nn.functional.pad
+        whole = Draft(
+            tokens=pad(draft.tokens, (0, 0, num_last, 0)),
+            num_nodes=pad(draft.num_nodes, (num_last, 0)),
+            parents=None if draft.parents is None else pad(draft.parents, (0, 0, num_last, 0)),
+        )
+        return SampledRows(
+            slots=slots,
+            base_lens=base_lens,
+            limits=limits.index_select(0, index.sampled_parts),
+            roots=torch.cat([last_roots, roots]),
+            draft=whole,
+            ancestors=row_ancestors(whole),
+            flat_row=index.flat_row,
+            flat_node=index.flat_node,
+            flat_index=index.flat_index,
+            depth=self._drafting.depth(plan),
+            history=self.state.history,
+            max_history_len=max((part.max_len + 1 for part in plan.sampled), default=0),
+        )
+
+    def _forward(
+        self, plan: StepPlan, index: StepIndex, rows: Rows, bases: Tensor, limits: Tensor, sampled: SampledRows
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run the target over the chunks and over each verify row's root and nodes."""
+        num_last = index.num_last
+        nodes = torch.cat([sampled.roots[num_last:, None], sampled.draft.tokens[num_last:]], 1)
+        # A drafter may propose ids it made up; they are never accepted, but they must not index past the embedding.
+        nodes = nodes.clamp(0, self.model.vocab_size - 1)[index.verify_row, index.verify_node]
+        tokens = torch.cat([self.state.history[index.chunk_slots, index.chunk_positions], nodes])
+        layout = build_layout(
+            page_tables=self.state.page_tables.index_select(0, rows.slots),
+            page_size=self.kv.page_size,
+            base_lens=bases,
+            limits=limits,
+            query_lens=index.query_lens,
+            max_key_lens=tuple(part.max_len + 1 + part.num_nodes for part in plan.parts),
+            num_chunks=len(plan.chunks),
+            ancestors=None if sampled.ancestors is None else sampled.ancestors[num_last:],
+        )
+        return self.model.forward(tokens, self._attention.begin(layout, self.kv), self._drafting.taps(plan))
+
+    def _publish(self, plan: StepPlan, index: StepIndex, rows: Rows, bases: Tensor, verdict: Verdict) -> None:
+        """New lengths of every row of the step: chunks that do not sample too."""
+        first = len(plan.chunks)
+        ends = bases[:first] + self.state.upload(index.query_lens[:first])
+        self.relay.publish(rows, torch.cat([ends, verdict.new_lengths[index.num_last :]]))
+
+    def _compact(self, sampled: SampledRows, verdict: Verdict) -> None:
+        """Make the KV of accepted paths contiguous: node path[i] was written at base + path[i] and belongs at base + i."""
+        step = torch.arange(verdict.path.shape[1], device=self._device)
+        kept = step < verdict.accept_lens[:, None]
+        scratch = SCRATCH_PAGE * self.kv.page_size
+        tables = self.state.page_tables.index_select(0, sampled.slots)
+        base, last_page = sampled.base_lens[:, None], tables.shape[1] - 1
+
+        def kv_slots(positions: Tensor) -> Tensor:
+            pages = tables.gather(1, (positions // self.kv.page_size).clamp(max=last_page))
+            return torch.where(kept, pages * self.kv.page_size + positions % self.kv.page_size, scratch).flatten()
+
+        self.kv.move(kv_slots(base + verdict.path), kv_slots(base + step))

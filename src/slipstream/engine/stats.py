@@ -1,0 +1,28 @@
+"""Counters of the engine, read by metrics, health and benchmarks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """Totals since start, gauges of now. Times in seconds; `last_progress_s` is on the monotonic clock.
+
+    `host_s` is what the scheduler thread spent planning and settling, `wait_s` what it waited for results, `device_s` what the
+    device spent in steps.
+    """
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_pages: int = 0
+    num_free_pages: int = 0
+    num_steps: int = 0
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
+    device_s: float = 0.0
+    host_s: float = 0.0
+    wait_s: float = 0.0
+    last_progress_s: float = 0.0

@@ -1,0 +1,1 @@
+"""Drafting: methods that propose tokens, and the one function that verifies them."""

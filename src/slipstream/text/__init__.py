@@ -1,0 +1,1 @@
+"""Text: tokenizers, incremental decoding, stop strings, chat templates. Imports no torch."""

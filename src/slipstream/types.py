@@ -1,0 +1,258 @@
+"""What goes in and what comes out: sampling parameters, requests, outputs. Imports no torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from enum import Enum
+from typing import Any
+
+from slipstream.errors import InvalidParameter
+
+MAX_N = 128
+MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 64
+MAX_STOP_CHARS = 4096
+MAX_COUNT = 2**31 - 1
+MAX_SEED = 2**63 - 1
+
+
+class FinishReason(str, Enum):
+    """Why an answer ended; `error` never reaches an OpenAI client as a finish_reason."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one answer is sampled. Every field is checked on construction; `InvalidParameter` names the wrong one.
+
+    Order of application at each position: allowed_token_ids, bad_words and min_tokens (masks), logit_bias, repetition,
+    presence and frequency penalties, temperature, top_k, top_p, min_p, then the noise of (seed, position, token).
+
+    Attributes:
+        n: answers per prompt, 1 to 128.
+        temperature: 0 is greedy.
+        top_k: keep the k best tokens; 0 or -1 keeps all.
+        top_p: keep the smallest set of best tokens whose probability reaches top_p, in (0, 1].
+        min_p: drop tokens less likely than min_p times the best one, in [0, 1].
+        repetition_penalty: over prompt and output, > 0; 1 is off.
+        presence_penalty, frequency_penalty: over the output only, -2 to 2.
+        seed: 64-bit; None draws one per request.
+        max_tokens: most tokens to generate; None means up to the context.
+        min_tokens: EOS, stop ids and stop strings cannot end the answer within the first min_tokens tokens.
+        stop: stop strings; the text ends before the first one (behind it with include_stop_str_in_output).
+        stop_token_ids: token ids that end the answer; their text is left out unless include_stop_str_in_output.
+        ignore_eos: the model's EOS ids do not end the answer.
+        logprobs: number of most likely tokens to list at each position besides the chosen one, 0 to 20; None is off.
+        logit_bias: token id -> additive bias, -100 to 100.
+        bad_words: strings whose token sequences may not be generated.
+        allowed_token_ids: only these may be generated.
+        truncate_prompt_tokens: keep only the last k prompt tokens.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    logprobs: int | None = None
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    bad_words: tuple[str, ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
+    truncate_prompt_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731 - frozen: the one place that normalises
+        _integer("n", self.n, 1, MAX_N)
+        for name, low, high in _RANGES:
+            put(name, _number(name, getattr(self, name), low, high))
+        _positive_number("repetition_penalty", self.repetition_penalty)
+        _positive_number("top_p", self.top_p)
+        _integer("top_k", self.top_k, -1, MAX_COUNT)
+        if self.seed is not None:
+            _integer("seed", self.seed, -MAX_SEED - 1, MAX_SEED)
+        if self.max_tokens is not None:
+            _integer("max_tokens", self.max_tokens, 1, MAX_COUNT)
+        _integer("min_tokens", self.min_tokens, 0, MAX_COUNT)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidParameter("min_tokens", f"be at most max_tokens ({self.max_tokens})", self.min_tokens)
+        put("stop", _strings("stop", self.stop))
+        put("bad_words", _strings("bad_words", self.bad_words))
+        put("stop_token_ids", _ids("stop_token_ids", self.stop_token_ids))
+        if self.allowed_token_ids is not None:
+            ids = _ids("allowed_token_ids", self.allowed_token_ids)
+            if not ids:
+                raise InvalidParameter("allowed_token_ids", "name at least one token id", [])
+            put("allowed_token_ids", ids)
+        if self.logprobs is not None:
+            _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        put("logit_bias", _bias(self.logit_bias))
+        if self.truncate_prompt_tokens is not None:
+            _integer("truncate_prompt_tokens", self.truncate_prompt_tokens, 1, MAX_COUNT)
+        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidParameter(name, "be true or false", getattr(self, name))
+
+    @classmethod
+    def field_names(cls) -> tuple[str, ...]:
+        """Names of all parameters, in order."""
+        return tuple(f.name for f in fields(cls))
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether sampling needs the token counts of the request."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+_RANGES: tuple[tuple[str, float, float], ...] = (
+    ("temperature", 0.0, 100.0),
+    ("top_p", 0.0, 1.0),
+    ("min_p", 0.0, 1.0),
+    ("repetition_penalty", 0.0, 100.0),
+    ("presence_penalty", -2.0, 2.0),
+    ("frequency_penalty", -2.0, 2.0),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRequest:
+    """One answer to compute: what the front hands the engine. Crosses the process border as msgpack.
+
+    The front has already expanded `n`, drawn the seed, turned `bad_words` into ids and checked ids against the vocabulary;
+    the engine checks again and answers a bad one with an error output.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    seed: int
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    grammar: tuple[str, str] | None = None  # (kind, source), looked up in sampling/grammar
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Logprob of one generated token and of the most likely ones at its position, best first."""
+
+    token_id: int
+    logprob: float
+    top_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOutput:
+    """News of one request: the tokens of one settled step, already cut. The last one carries `finish_reason`.
+
+    `stop_reason` is the stop string or stop token id that ended it (None for EOS and length). A token that only ended
+    the answer (EOS, stop id) is among `token_ids` and counts in usage; its text is the front's to leave out.
+    `error` is (class name in slipstream.errors, message) with finish_reason ERROR.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    error: tuple[str, str] | None = None
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One finished (or growing) answer."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """One prompt with its answers, as `LLM.generate` returns it."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    num_cached_tokens: int = 0
+
+
+def _integer(name: str, value: Any, low: int, high: int) -> None:
+    # bool is an int in Python; `true` in JSON is not a count.
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise InvalidParameter(name, f"be an integer from {low} to {high}", value)
+
+
+def _number(name: str, value: Any, low: float, high: float) -> float:
+    # `not low <= x <= high` is true for NaN: NaN cannot pass.
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
+        raise InvalidParameter(name, f"be a number from {low:g} to {high:g}", value)
+    return float(value)
+
+
+def _positive_number(name: str, value: float) -> None:
+    if not value > 0:
+        raise InvalidParameter(name, "be above 0", value)
+
+
+def _strings(name: str, value: Any) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    if isinstance(value, str):
+        value = (value,)
+    if not isinstance(value, Sequence) or len(value) > MAX_STOP_STRINGS:
+        raise InvalidParameter(name, f"be a string or a list of at most {MAX_STOP_STRINGS} strings", value)
+    for one in value:
+        if not isinstance(one, str) or not 1 <= len(one) <= MAX_STOP_CHARS:
+            raise InvalidParameter(name, f"hold strings of 1 to {MAX_STOP_CHARS} characters", one)
+    return tuple(value)
+
+
+def _ids(name: str, value: Any) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
+        raise InvalidParameter(name, "be a list of token ids", value)
+    for one in value:
+        _integer(name, one, 0, MAX_COUNT)
+    return tuple(value)
+
+
+def _bias(value: Any) -> dict[int, float]:
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise InvalidParameter("logit_bias", "map token ids to numbers", value)
+    out: dict[int, float] = {}
+    for key, bias in value.items():
+        digits = isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 10
+        if not digits and (isinstance(key, bool) or not isinstance(key, int)):
+            raise InvalidParameter("logit_bias", "have token ids as keys", key)
+        token = int(key)
+        _integer("logit_bias", token, 0, MAX_COUNT)
+        out[token] = _number("logit_bias", bias, -100.0, 100.0)
+        assert math.isfinite(out[token])
+    return out

@@ -1,0 +1,35 @@
+"""Checkpoints: where they come from, what they hold, and the model and tokenizer made of them. Imports nothing heavy itself."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+    from slipstream.weights.loaded import LoadedModel, LoadedText
+
+
+def load(
+    source: str,
+    *,
+    dtype: str = "auto",
+    device: str | torch.device = "cpu",
+    max_context: int | None = None,
+    on_progress: Callable[[str, float], None] | None = None,
+) -> LoadedModel:
+    """See `slipstream.weights.load.load`."""
+    from slipstream.weights.load import load as implementation
+
+    return implementation(source, dtype=dtype, device=device, max_context=max_context, on_progress=on_progress)
+
+
+def load_text(
+    source: str, *, max_context: int | None = None, on_progress: Callable[[str, float], None] | None = None
+) -> LoadedText:
+    """See `slipstream.weights.text_side.load_text`; imports no torch."""
+    from slipstream.weights.text_side import load_text as implementation
+
+    return implementation(source, max_context=max_context, on_progress=on_progress)

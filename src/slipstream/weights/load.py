@@ -1,0 +1,79 @@
+"""Loads a model: opens the checkpoint, builds the model type's decoder and fills every parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from slipstream.errors import ConfigError, shown
+from slipstream.models.parameters import Parameters, TensorSource
+from slipstream.models.registry import find_type
+from slipstream.weights.gguf_tensors import GgufTensors
+from slipstream.weights.loaded import LoadedModel
+from slipstream.weights.safetensors_files import SafetensorsFolder
+from slipstream.weights.source import resolve
+from slipstream.weights.text_side import open_checkpoint
+
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+}
+
+
+def pick_dtype(requested: str, stored: str | None, device: torch.device) -> torch.dtype:
+    """The dtype to compute in: `requested`, or for `auto` what suits the device.
+
+    Args:
+        requested: auto or one of `DTYPES`.
+        stored: the checkpoint's own dtype name, if it says.
+        device: where the model runs.
+    """
+    if requested != "auto":
+        if requested not in DTYPES:
+            raise ConfigError(f"dtype must be one of auto, {', '.join(DTYPES)}, but got {shown(requested)}")
+        return DTYPES[requested]
+    if device.type == "cpu":
+        return torch.float32
+    # Weights made in bfloat16 overflow float16's range, so float16 is only picked where they are float16 themselves.
+    return torch.float16 if stored == "float16" else torch.bfloat16
+
+
+@torch.inference_mode()
+def load(
+    source: str,
+    *,
+    dtype: str = "auto",
+    device: str | torch.device = "cpu",
+    max_context: int | None = None,
+    on_progress: Callable[[str, float], None] | None = None,
+) -> LoadedModel:
+    """Load `source`: an alias, a hub id, a folder of safetensors or a .gguf file.
+
+    Args:
+        source: see `source.resolve`.
+        dtype: auto, float32, bfloat16, float16 or float64.
+        device: where the weights go.
+        max_context: most positions to serve; None takes the model's own limit.
+        on_progress: called with (phase, 0 to 1); phases are "fetch" and "load".
+
+    Raises:
+        ModelError: naming the file, tensor or setting that is missing, damaged, left over or not supported.
+    """
+    where = torch.device(device)
+    checkpoint = open_checkpoint(resolve(source, on_progress), max_context)
+    config = checkpoint.config
+    chosen = pick_dtype(dtype, config.dtype, where)
+    model_type = find_type(config.model_type, checkpoint.source.path.name)
+    tensors: TensorSource = (
+        SafetensorsFolder(checkpoint.source.path)
+        if checkpoint.gguf is None
+        else GgufTensors(checkpoint.gguf, config, model_type)
+    )
+    report = None if on_progress is None else lambda share: on_progress("load", share)
+    parameters = Parameters(tensors, chosen, where, report)
+    model = model_type.build(config, parameters)
+    parameters.finish()
+    return LoadedModel(model, checkpoint.text, parameters.num_parameters, chosen)

