@@ -34,5 +34,5 @@ def logits_of(hidden: int, vocab_size: int, eos: Sequence[int] = (), eos_bias: f
     out = []
     for token in range(vocab_size):
         low = mix(hidden + token * 0x5BE0CD19137E2179) % 2 ** (52 - bits)
-        out.append((low * 2**bits + token) * 8.0 / 2**52 - 8.0 + (eos_bias if token in eos else 0.0))
+        out.append((low * 2**bits + token) * 16.0 / 2**52 - 8.0 + (eos_bias if token in eos else 0.0))
     return out

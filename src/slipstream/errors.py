@@ -22,6 +22,8 @@ One grammar for all messages: what must hold, what was given, a hint.
 
 from __future__ import annotations
 
+import reprlib
+
 
 class SlipstreamError(Exception):
     """Base of all our errors.
@@ -141,6 +143,20 @@ class InvariantBroken(EngineError):
     code = "invariant_broken"
 
 
+def error_from(name: str, message: str) -> SlipstreamError:
+    """The error that crossed a process as (class name, `str` of the error); an unknown name gives an `EngineError`."""
+    known = globals().get(name)
+    kind = known if isinstance(known, type) and issubclass(known, SlipstreamError) else EngineError
+    text, _, hint = message.partition("\nhint: ")
+    error = kind.__new__(kind)  # constructors differ; what crossed is a finished message
+    SlipstreamError.__init__(error, text, hint=hint or None)
+    return error
+
+
+_repr = reprlib.Repr()
+_repr.maxlevel, _repr.maxstring, _repr.maxother = 3, 80, 80
+
+
 def shown(value: object, limit: int = 80) -> str:
     """`repr` of a value, short enough for a message whatever a client sent."""
     if isinstance(value, (str, bytes)) and len(value) > limit:
@@ -149,5 +165,8 @@ def shown(value: object, limit: int = 80) -> str:
         return f"an integer of {value.bit_length()} bits"
     if isinstance(value, (list, tuple, set, frozenset, dict)) and len(value) > 8:
         return f"{type(value).__name__} of {len(value)} items"
-    text = repr(value)
+    try:
+        text = _repr.repr(value)  # bounded in depth and width
+    except Exception:  # noqa: BLE001 - a huge int inside, or whatever a foreign __repr__ does
+        return f"a {type(value).__name__} that cannot be shown"
     return text if len(text) <= limit else f"{text[:limit]}..."

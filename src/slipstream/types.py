@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any
 
-from slipstream.errors import InvalidParameter
+from slipstream.errors import InvalidParameter, Unsupported, shown
 
 MAX_N = 128
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARS = 4096
 MAX_COUNT = 2**31 - 1
+MAX_IDS = 2**20
 MAX_SEED = 2**63 - 1
+# Below these, dividing logits (whose float32 end at 3e38) could overflow; nobody could tell the answers apart from greedy ones.
+MIN_TEMPERATURE = 1e-5
+MIN_REPETITION_PENALTY = 0.01
 
 
 class FinishReason(str, Enum):
@@ -36,21 +39,22 @@ class SamplingParams:
 
     Attributes:
         n: answers per prompt, 1 to 128.
-        temperature: 0 is greedy.
+        temperature: 0 is greedy; else from 1e-5 to 100.
         top_k: keep the k best tokens; 0 or -1 keeps all.
         top_p: keep the smallest set of best tokens whose probability reaches top_p, in (0, 1].
         min_p: drop tokens less likely than min_p times the best one, in [0, 1].
-        repetition_penalty: over prompt and output, > 0; 1 is off.
+        repetition_penalty: over prompt and output, 0.01 to 100; 1 is off.
         presence_penalty, frequency_penalty: over the output only, -2 to 2.
         seed: 64-bit; None draws one per request.
         max_tokens: most tokens to generate; None means up to the context.
         min_tokens: EOS, stop ids and stop strings cannot end the answer within the first min_tokens tokens.
-        stop: stop strings; the text ends before the first one (behind it with include_stop_str_in_output).
+        stop: stop strings, matched against the text as the client sees it; the text ends before the one that is complete first
+            (behind it with include_stop_str_in_output); of several complete at the same character the longest counts.
         stop_token_ids: token ids that end the answer; their text is left out unless include_stop_str_in_output.
         ignore_eos: the model's EOS ids do not end the answer.
         logprobs: number of most likely tokens to list at each position besides the chosen one, 0 to 20; None is off.
         logit_bias: token id -> additive bias, -100 to 100.
-        bad_words: strings whose token sequences may not be generated.
+        bad_words: words that may not be generated: neither their own token sequence nor that behind a space.
         allowed_token_ids: only these may be generated.
         truncate_prompt_tokens: keep only the last k prompt tokens.
     """
@@ -78,12 +82,16 @@ class SamplingParams:
     truncate_prompt_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731 - frozen: the one place that normalises
+        def put(name: str, value: object) -> None:
+            object.__setattr__(self, name, value)  # frozen: the one place that normalises
+
         _integer("n", self.n, 1, MAX_N)
         for name, low, high in _RANGES:
             put(name, _number(name, getattr(self, name), low, high))
-        _positive_number("repetition_penalty", self.repetition_penalty)
-        _positive_number("top_p", self.top_p)
+        if 0 < self.temperature < MIN_TEMPERATURE:
+            raise InvalidParameter("temperature", f"be 0 (greedy) or at least {MIN_TEMPERATURE:g}", self.temperature)
+        if self.top_p == 0:
+            raise InvalidParameter("top_p", "be above 0", self.top_p)
         _integer("top_k", self.top_k, -1, MAX_COUNT)
         if self.seed is not None:
             _integer("seed", self.seed, -MAX_SEED - 1, MAX_SEED)
@@ -114,6 +122,28 @@ class SamplingParams:
         """Names of all parameters, in order."""
         return tuple(f.name for f in fields(cls))
 
+    @classmethod
+    def from_json_fields(cls, given: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> SamplingParams:
+        """Parameters from the fields of a JSON object, by our names.
+
+        A field that is absent or null takes its value from `defaults`, then our own default. max_completion_tokens is another
+        name of max_tokens. Names we know but do not run raise `Unsupported` unless their value changes nothing; all other names
+        are ignored. Raises `InvalidParameter` naming the field.
+        """
+        for name, neutral in UNSUPPORTED_PARAMS.items():
+            value = given.get(name)
+            if value is not None and (isinstance(value, bool), value) not in [(isinstance(one, bool), one) for one in neutral]:
+                raise Unsupported(f"{name} must be left out, it is not supported here, but got {shown(value)}", param=name)
+        values = dict(defaults or {})
+        values.update({name: given[name] for name in cls.field_names() if given.get(name) is not None})
+        if (newer := given.get("max_completion_tokens")) is not None:
+            older = given.get("max_tokens")
+            if older is not None and older != newer:
+                raise InvalidParameter("max_completion_tokens", f"agree with max_tokens ({shown(older)})", newer)
+            _integer("max_completion_tokens", newer, 1, MAX_COUNT)
+            values["max_tokens"] = newer
+        return cls(**values)
+
     @property
     def has_penalties(self) -> bool:
         """Whether sampling needs the token counts of the request."""
@@ -124,10 +154,40 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("temperature", 0.0, 100.0),
     ("top_p", 0.0, 1.0),
     ("min_p", 0.0, 1.0),
-    ("repetition_penalty", 0.0, 100.0),
+    ("repetition_penalty", MIN_REPETITION_PENALTY, 100.0),
     ("presence_penalty", -2.0, 2.0),
     ("frequency_penalty", -2.0, 2.0),
 )
+
+# Sampling parameters of other servers that do not run here -> values that change nothing and are accepted (null always is).
+UNSUPPORTED_PARAMS: Mapping[str, tuple[object, ...]] = {
+    "best_of": (1,),
+    "use_beam_search": (False,),
+    "length_penalty": (1,),
+    "early_stopping": (False,),
+    "no_repeat_ngram_size": (0,),
+    "typical_p": (1,),
+    "top_a": (0,),
+    "tfs": (1,),
+    "epsilon_cutoff": (0,),
+    "eta_cutoff": (0,),
+    "mirostat": (0,),
+    "mirostat_mode": (0,),
+    "dynatemp_range": (0,),
+    "xtc_probability": (0,),
+    "dry_multiplier": (0,),
+    "prompt_logprobs": (),
+    "logits_processors": ([],),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "json_schema": (),
+    "regex": (),
+    "ebnf": (),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +260,17 @@ class RequestOutput:
     num_cached_tokens: int = 0
 
 
+def valid_text(name: str, value: Any) -> str:
+    """`value` as it is, if it is text that UTF-8 can carry. Raises `InvalidParameter`: JSON can spell half a surrogate pair."""
+    if not isinstance(value, str):
+        raise InvalidParameter(name, "be text", value)
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise InvalidParameter(name, "be valid Unicode, without lone surrogates", value) from None
+    return value
+
+
 def _integer(name: str, value: Any, low: int, high: int) -> None:
     # bool is an int in Python; `true` in JSON is not a count.
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
@@ -207,15 +278,10 @@ def _integer(name: str, value: Any, low: int, high: int) -> None:
 
 
 def _number(name: str, value: Any, low: float, high: float) -> float:
-    # `not low <= x <= high` is true for NaN: NaN cannot pass.
+    # `not low <= x <= high` is true for NaN: NaN cannot pass. Comparing a huge int is exact, converting it comes after.
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
         raise InvalidParameter(name, f"be a number from {low:g} to {high:g}", value)
     return float(value)
-
-
-def _positive_number(name: str, value: float) -> None:
-    if not value > 0:
-        raise InvalidParameter(name, "be above 0", value)
 
 
 def _strings(name: str, value: Any) -> tuple[str, ...]:
@@ -223,19 +289,20 @@ def _strings(name: str, value: Any) -> tuple[str, ...]:
         return ()
     if isinstance(value, str):
         value = (value,)
-    if not isinstance(value, Sequence) or len(value) > MAX_STOP_STRINGS:
+    if not _is_list(value) or len(value) > MAX_STOP_STRINGS:
         raise InvalidParameter(name, f"be a string or a list of at most {MAX_STOP_STRINGS} strings", value)
     for one in value:
         if not isinstance(one, str) or not 1 <= len(one) <= MAX_STOP_CHARS:
             raise InvalidParameter(name, f"hold strings of 1 to {MAX_STOP_CHARS} characters", one)
+        valid_text(name, one)
     return tuple(value)
 
 
 def _ids(name: str, value: Any) -> tuple[int, ...]:
     if value is None:
         return ()
-    if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
-        raise InvalidParameter(name, "be a list of token ids", value)
+    if not _is_list(value) or len(value) > MAX_IDS:
+        raise InvalidParameter(name, f"be a list of at most {MAX_IDS} token ids", value)
     for one in value:
         _integer(name, one, 0, MAX_COUNT)
     return tuple(value)
@@ -244,15 +311,19 @@ def _ids(name: str, value: Any) -> tuple[int, ...]:
 def _bias(value: Any) -> dict[int, float]:
     if value is None:
         return {}
-    if not isinstance(value, Mapping):
-        raise InvalidParameter("logit_bias", "map token ids to numbers", value)
+    if not isinstance(value, Mapping) or len(value) > MAX_IDS:
+        raise InvalidParameter("logit_bias", f"map at most {MAX_IDS} token ids to numbers", value)
     out: dict[int, float] = {}
     for key, bias in value.items():
-        digits = isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 10
-        if not digits and (isinstance(key, bool) or not isinstance(key, int)):
+        digits = isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 10  # a JSON key is a string
+        token = int(key) if digits else key
+        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token <= MAX_COUNT:
             raise InvalidParameter("logit_bias", "have token ids as keys", key)
-        token = int(key)
-        _integer("logit_bias", token, 0, MAX_COUNT)
+        if token in out:
+            raise InvalidParameter("logit_bias", "name each token id once", key)
         out[token] = _number("logit_bias", bias, -100.0, 100.0)
-        assert math.isfinite(out[token])
     return out
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray))

@@ -82,7 +82,7 @@ def make_engine(
         model,
         config,
         eos_token_ids=eos,
-        stop_text=lambda request: StopScanner.of(tokenizer, request.params),
+        stop_text=lambda request: StopScanner(tokenizer, request.params),
         context_len=context_len,
         drafters=drafters,
         executor=executor,

@@ -27,6 +27,11 @@ class ReferenceBackend:
         return ReferenceStep(layout, kv)
 
 
+def build() -> ReferenceBackend:
+    """The backend, for the registry."""
+    return ReferenceBackend()
+
+
 @dataclass(frozen=True, slots=True)
 class _Chunk:
     """A prompt chunk: its tokens [start, stop) of the pass, the slots of its keys, and which of them each token sees."""
@@ -143,9 +148,7 @@ def _plan_rows(layout: BatchLayout, start: int, groups: int, kv_heads: int, dtyp
     return _Rows(start, num_rows, width, num_keys, gather, scatter, fine, bias)
 
 
-def _attend_chunk(
-    chunk: _Chunk, query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, scale: float
-) -> Tensor:
+def _attend_chunk(chunk: _Chunk, query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
     query = query[chunk.start : chunk.stop]
     if chunk.slots is None:
         key, value = key[chunk.start : chunk.stop], value[chunk.start : chunk.stop]

@@ -24,7 +24,9 @@ from slipstream.errors import ConfigError
 from slipstream.models.base import CausalLM
 from slipstream.speculate.base import Drafter
 from slipstream.speculate.registry import Target, build_drafter
-from slipstream.weights import LoadedModel, load
+from slipstream.text.detokenize import StopScanner
+from slipstream.weights import load
+from slipstream.weights.loaded import LoadedModel
 
 # Of the memory that is free once the weights are there, this share may become KV; the rest is activations and everybody else's.
 KV_MEMORY_SHARE = 0.4
@@ -45,7 +47,7 @@ def build_engine(
         loaded.model,
         config,
         eos_token_ids=loaded.eos_token_ids,
-        stop_text=loaded.stop_text,
+        stop_text=lambda request: StopScanner(loaded.tokenizer, request.params),
         context_len=loaded.context_len,
         device=device,
     )

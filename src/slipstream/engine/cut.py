@@ -51,7 +51,7 @@ def cut(
         max_output: most output tokens the answer may have: min(max_tokens, context - prompt length).
         eos_token_ids: the model's EOS ids.
         stop_token_ids: the request's own stop ids; they count with ignore_eos too, even where they are EOS ids.
-        stop_hits: (index in run of the completing token, stop string), in order; text/stops.py finds them.
+        stop_hits: (index in run of the completing token, stop string), in order; text/detokenize.py finds them.
         grammar_end: tokens of the run up to and with the one that closed the grammar, as in `StepResult.grammar_ends`; -1: open.
         min_tokens: EOS, stop ids and stop strings count only from output token min_tokens + 1 on. A closed grammar ends the
             answer at once: nothing can follow it.
@@ -61,7 +61,7 @@ def cut(
     if room <= 0:
         return Cut(0, FinishReason.LENGTH)
     hits = dict(reversed(stop_hits))  # of several at one token the first counts
-    for index, token in enumerate(run[:room]):
+    for index, token in enumerate(run):
         kept = index + 1
         if kept == grammar_end:
             return Cut(kept, FinishReason.STOP)

@@ -152,7 +152,7 @@ class StepResult:
         step: the plan's number.
         tokens: [rows, depth + 1] int64, -1 behind the committed ones.
         accept_lens: [rows] int64, 0 to depth + 1, bonus counted.
-        non_finite: [rows] bool.
+        non_finite: [rows] int64, index of the first committed token that came from logits that are not finite; -1: none.
         grammar_ends: [rows] int64, committed tokens up to and with the one that closed the row's grammar; -1: not closed.
         logprobs: None when no row asked.
         device_s: seconds the device step took.
@@ -161,7 +161,7 @@ class StepResult:
     step: int
     tokens: IntArray
     accept_lens: IntArray
-    non_finite: NDArray[np.bool_]
+    non_finite: IntArray
     grammar_ends: IntArray
     logprobs: StepLogprobs | None
     device_s: float

@@ -66,7 +66,8 @@ class Runner:
         self._device = device
         self._debug = debug
         self.state = DeviceState(num_slots + 1, context_len, kv.page_size, device, debug)
-        self.relay = FutureMap(num_slots + 1, {name: d.relay for name, d in drafters.items()}, device, debug)
+        specs = {name: drafter.relay for name, drafter in drafters.items()}
+        self.relay = FutureMap(num_slots + 1, specs, device, debug, declare=declared)
         self.sampling = SamplingState(num_slots + 1, model.vocab_size, eos_token_ids, device)
         self._drafting = Drafting(drafters, self.relay, self.state, self.sampling, kv)
         self._masks = MaskPort(model.vocab_size, device)
@@ -172,6 +173,7 @@ class Runner:
             flat_row=index.flat_row,
             flat_node=index.flat_node,
             flat_index=index.flat_index,
+            row_ids=index.row_ids,
             depth=self._drafting.depth(plan),
             history=self.state.history,
             max_history_len=max((part.max_len + 1 for part in plan.sampled), default=0),

@@ -27,6 +27,8 @@ class StopText(Protocol):
 
 StopTextFactory = Callable[[EngineRequest], StopText]
 
+NOT_FINITE = "the model's logits must be finite, but got NaN or infinity; a wider --dtype (bfloat16, float32) may help"
+
 
 class Settler:
     """Applies step results to requests.
@@ -67,3 +69,74 @@ class Settler:
         return EngineOutput(
             request.request_id, finish_reason=reason, error=error, num_prompt_tokens=request.prompt_len
         )
+
+    def _settle_row(self, request: Request, row: int, result: StepResult, drafted: int) -> EngineOutput:
+        accepted, sick = int(result.accept_lens[row]), int(result.non_finite[row])
+        # What comes before the first token of sick logits is as good as ever, and may end the answer.
+        run = result.tokens[row, : accepted if sick < 0 else sick].tolist()
+        ended = self._cut(request, run, int(result.grammar_ends[row]))
+        error = None
+        if sick >= 0 and ended.finish_reason is None:
+            ended = Cut(len(run), FinishReason.ERROR)
+            error = ("NonFiniteLogits", NOT_FINITE)
+        kept = tuple(run[: ended.num_tokens])
+        request.tokens.extend(kept)
+        # The last kept token is the target's own, unless the cut fell inside the drafted part.
+        agreed = min(len(kept), max(accepted - 1, 0))
+        request.num_drafted += drafted
+        request.num_accepted += agreed
+        self._stats.num_output_tokens += len(kept)
+        self._stats.num_drafted += drafted
+        self._stats.num_accepted += agreed
+        if ended.finish_reason is not None:
+            request.finish_reason = ended.finish_reason
+            self._finders.pop(request.request_id, None)
+            self._scheduler.retire(request)
+        return EngineOutput(
+            request.request_id,
+            token_ids=kept,
+            logprobs=_row_logprobs(result.logprobs, row, kept, request.request.params.logprobs or 0),
+            finish_reason=ended.finish_reason,
+            stop_reason=ended.stop_reason,
+            error=error,
+            num_prompt_tokens=request.prompt_len,
+            num_drafted=request.num_drafted,
+            num_accepted=request.num_accepted,
+        )
+
+    def _cut(self, request: Request, run: list[int], grammar_end: int) -> Cut:
+        params = request.request.params
+        hits: list[tuple[int, str]] = []
+        if params.stop:
+            finder = self._finders.get(request.request_id)
+            if finder is None:
+                finder = self._finders[request.request_id] = self._stop_text(request.request)
+            hits = [(index, stop) for index, token in enumerate(run) if (stop := finder.push(token)) is not None]
+        return cut(
+            run,
+            num_before=request.num_output,
+            max_output=request.limit - request.prompt_len,
+            eos_token_ids=self._eos,
+            stop_token_ids=params.stop_token_ids,
+            stop_hits=hits,
+            grammar_end=grammar_end,
+            min_tokens=params.min_tokens,
+            ignore_eos=params.ignore_eos,
+        )
+
+
+def _row_logprobs(
+    logprobs: StepLogprobs | None, row: int, kept: tuple[int, ...], num_top: int
+) -> tuple[TokenLogprobs, ...] | None:
+    if logprobs is None or row not in logprobs.rows:
+        return None
+    at = logprobs.rows[row]
+    return tuple(
+        TokenLogprobs(
+            token,
+            float(logprobs.chosen[at, place]),
+            tuple(logprobs.top_ids[at, place, :num_top].tolist()),
+            tuple(logprobs.top_logprobs[at, place, :num_top].tolist()),
+        )
+        for place, token in enumerate(kept)
+    )

@@ -23,7 +23,7 @@ class StepIndex:
     sampled_parts: [S] int64, which of the plan's parts (chunks, then verify rows) sample. num_last: how many of them are chunks.
     verify_row, verify_node: [T_v] int64, verify row and node of each token behind the chunks.
     sampled: [N] int64, flat token of each node that is sampled.
-    flat_row, flat_node: [N] int64, sampled row and node of each. flat_index: [S, W + 1] int64, the inverse; a row's root
+    flat_row, flat_node: [N] int64, sampled row and node of each. row_ids: flat_row on the host. flat_index: [S, W + 1] int64, the inverse; a row's root
         where it has no such node.
     query_lens: tokens of each segment, chunks first.
     """
@@ -38,6 +38,7 @@ class StepIndex:
     flat_row: Tensor
     flat_node: Tensor
     flat_index: Tensor
+    row_ids: tuple[int, ...]
     query_lens: tuple[int, ...]
 
     @classmethod
@@ -70,6 +71,7 @@ class StepIndex:
             flat_row=put(flat_row),
             flat_node=put(flat_node),
             flat_index=put(first[:, None] + np.where(nodes < node_counts[:, None], nodes, 0)),
+            row_ids=tuple(flat_row.tolist()),
             query_lens=tuple(int(n) for n in (*chunk_lens, *row_lens)),
         )
 

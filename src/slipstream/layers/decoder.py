@@ -1,7 +1,7 @@
 """The decoder that Llama, Mistral and Qwen2 share: pre-norm blocks of rotary grouped attention and a gated MLP.
 
-    h ─┬─ norm ─ qkv ─ rope ─ attention ─ out ─ + ─┬─ norm ─ gate, up ─ silu(gate) * up ─ down ─ + ─►
-       └───────────────────────────────────────────┘└──────────────────────────────────────────┘
+h ─┬─ norm ─ qkv ─ rope ─ attention ─ out ─ + ─┬─ norm ─ gate, up ─ silu(gate) * up ─ down ─ + ─►
+   └────────────────────────────────────────┘  └─────────────────────────────────────────────┘
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch.nn import functional
 from slipstream.attention.base import AttentionStep
 from slipstream.attention.kv import LayerKV
 from slipstream.layers.embedding import Embedding
-from slipstream.layers.linear import Linear
+from slipstream.layers.linear import Product
 from slipstream.layers.norm import RMSNorm
 from slipstream.layers.rotary import Rotary, Turn
 
@@ -23,7 +23,7 @@ class Attention:
 
     __slots__ = ("head_dim", "layer", "num_heads", "num_kv_heads", "out", "qkv", "scale")
 
-    def __init__(self, layer: int, qkv: Linear, out: Linear, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+    def __init__(self, layer: int, qkv: Product, out: Product, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
         self.layer = layer
         self.qkv = qkv
         self.out = out
@@ -46,7 +46,7 @@ class GatedMLP:
 
     __slots__ = ("down", "gate_up")
 
-    def __init__(self, gate_up: Linear, down: Linear) -> None:
+    def __init__(self, gate_up: Product, down: Product) -> None:
         self.gate_up = gate_up
         self.down = down
 
@@ -86,7 +86,7 @@ class Decoder:
     """
 
     def __init__(
-        self, embedding: Embedding, blocks: tuple[Block, ...], norm: RMSNorm, head: Linear, rotary: Rotary, context_len: int
+        self, embedding: Embedding, blocks: tuple[Block, ...], norm: RMSNorm, head: Product, rotary: Rotary, context_len: int
     ) -> None:
         self.embedding = embedding
         self.blocks = blocks
@@ -94,7 +94,7 @@ class Decoder:
         self.head = head
         self.rotary = rotary
         self.context_len = context_len
-        self.vocab_size = head.weight.shape[0]
+        self.vocab_size = head.num_outputs
         self.hidden_size = embedding.weight.shape[1]
         self.num_layers = len(blocks)
         self.dtype: torch.dtype = embedding.weight.dtype

@@ -58,9 +58,7 @@ class Rotary:
         angles = positions.to(torch.float32)[:, None] * self.inverse_frequencies
         cos, sin = angles.cos(), angles.sin()
         wide = torch.promote_types(dtype, torch.float32)
-        return Turn(
-            torch.cat((cos, cos), -1).to(wide)[:, None], torch.cat((-sin, sin), -1).to(wide)[:, None], dtype != wide
-        )
+        return Turn(torch.cat((cos, cos), -1).to(wide)[:, None], torch.cat((-sin, sin), -1).to(wide)[:, None], dtype != wide)
 
 
 @dataclass(frozen=True, slots=True)

@@ -178,6 +178,9 @@ def _window(raw: Mapping[str, Any], read: _Reader) -> int | None:
     layer_types = raw.get("layer_types")
     if isinstance(layer_types, list) and "sliding_attention" not in layer_types:
         return None
+    first_windowed, num_layers = raw.get("max_window_layers"), read.count("num_hidden_layers")
+    if layer_types is None and isinstance(first_windowed, int) and first_windowed >= num_layers:
+        return None
     return read.count("sliding_window")
 
 

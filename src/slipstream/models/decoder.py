@@ -7,7 +7,7 @@ import torch
 from slipstream.errors import ModelError, shown
 from slipstream.layers.decoder import Attention, Block, Decoder, GatedMLP
 from slipstream.layers.embedding import Embedding
-from slipstream.layers.linear import Linear
+from slipstream.layers.linear import Product, linear
 from slipstream.layers.norm import RMSNorm
 from slipstream.layers.rotary import Rotary
 from slipstream.models.config import ModelConfig
@@ -17,7 +17,9 @@ from slipstream.models.parameters import Parameters
 def build_decoder(config: ModelConfig, parameters: Parameters, *, qkv_bias: bool, out_bias: bool) -> Decoder:
     """The decoder of `config`, filled. Raises `ModelError` for what the shared layers do not do."""
     if config.hidden_act not in ("silu", "swish"):
-        raise ModelError(f"hidden_act must be silu, but got {shown(config.hidden_act)}", hint="other activations are not supported yet")
+        raise ModelError(
+            f"hidden_act must be silu, but got {shown(config.hidden_act)}", hint="other activations are not supported yet"
+        )
     if config.sliding_window is not None and config.sliding_window < config.context_len:
         raise ModelError(
             f"sliding_window must be at least the context ({config.context_len}), but got {config.sliding_window}",
@@ -28,7 +30,7 @@ def build_decoder(config: ModelConfig, parameters: Parameters, *, qkv_bias: bool
     norm = RMSNorm(parameters.take("model.norm.weight", (config.hidden_size,)), config.norm_eps)
     head = _head(config, parameters, embedding)
     rotary = Rotary(config.rope, config.head_dim, parameters.device)
-    return Decoder(Embedding(embedding), blocks, norm, Linear(head), rotary, config.context_len)
+    return Decoder(Embedding(embedding), blocks, norm, linear([head]), rotary, config.context_len)
 
 
 def _head(config: ModelConfig, parameters: Parameters, embedding: torch.Tensor) -> torch.Tensor:
@@ -52,16 +54,17 @@ def _head(config: ModelConfig, parameters: Parameters, embedding: torch.Tensor) 
 def _block(config: ModelConfig, parameters: Parameters, layer: int, qkv_bias: bool, out_bias: bool) -> Block:
     prefix = f"model.layers.{layer}."
     hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
-    outputs = {"q": config.num_heads * dim, "k": config.num_kv_heads * dim, "v": config.num_kv_heads * dim}
+    heads, kv_heads = config.num_heads * dim, config.num_kv_heads * dim
 
-    def linear(name: str, out: int, into: int, bias: bool) -> Linear:
-        weight = parameters.take(f"{prefix}{name}.weight", (out, into))
-        return Linear(weight, parameters.take(f"{prefix}{name}.bias", (out,)) if bias else None)
+    def product(outputs: dict[str, int], into: int, bias: bool) -> Product:
+        weights = [parameters.take(f"{prefix}{name}.weight", (out, into)) for name, out in outputs.items()]
+        biases = [parameters.take(f"{prefix}{name}.bias", (out,)) for name, out in outputs.items() if bias]
+        return linear(weights, biases)
 
-    qkv = Linear.fused([linear(f"self_attn.{part}_proj", size, hidden, qkv_bias) for part, size in outputs.items()])
-    out = linear("self_attn.o_proj", hidden, outputs["q"], out_bias)
-    gate_up = Linear.fused([linear(f"mlp.{part}_proj", inner, hidden, config.mlp_bias) for part in ("gate", "up")])
-    down = linear("mlp.down_proj", hidden, inner, config.mlp_bias)
+    qkv = product({"self_attn.q_proj": heads, "self_attn.k_proj": kv_heads, "self_attn.v_proj": kv_heads}, hidden, qkv_bias)
+    out = product({"self_attn.o_proj": hidden}, heads, out_bias)
+    gate_up = product({"mlp.gate_proj": inner, "mlp.up_proj": inner}, hidden, config.mlp_bias)
+    down = product({"mlp.down_proj": hidden}, inner, config.mlp_bias)
     return Block(
         RMSNorm(parameters.take(f"{prefix}input_layernorm.weight", (hidden,)), config.norm_eps),
         Attention(layer, qkv, out, config.num_heads, config.num_kv_heads, dim),

@@ -7,14 +7,15 @@
 Rows are gathered by slot; slot 0 is the padding row. Every row carries the epoch of its slot, counted up each time the slot
 gets a new owner. A stale epoch is an error in debug mode and a masked no-op otherwise.
 
-In debug mode an unread row is poisoned (integers -1, floats NaN) as soon as it has been read, so that each stash is read at
-most once, and a stash on top of an unread one is an error unless the row was forgiven (`forgive`: retired or retracted rows, or
-a drafter that slept).
+In debug mode a row is poisoned (integers -1, floats NaN) as soon as it has been read, so that each stash is read at most once,
+and a stash on top of an unread one is an error unless the row was forgiven (`forgive`: retired or retracted rows, or a drafter
+that slept). The padding row, which steps name as often as they need, is exempt.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -51,11 +52,20 @@ class FutureMap:
         specs: drafter name -> what it relays. Buffers of extras are allocated at the first payload that carries the field.
         device: where the rows live.
         debug: poison read rows and check epochs and reads. Reads the device, so it is for tests and diagnosis.
+        declare: makes the context that debug checks read the device in, given the reason.
     """
 
-    def __init__(self, num_slots: int, specs: Mapping[str, RelaySpec], device: torch.device, debug: bool = False) -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        specs: Mapping[str, RelaySpec],
+        device: torch.device,
+        debug: bool = False,
+        declare: Callable[[str], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
         self._specs = dict(specs)
         self._debug = debug
+        self._declare = declare
         self._device = device
         self._num_slots = num_slots
         self._epochs = torch.zeros(num_slots, dtype=torch.int64, device=device)
@@ -68,7 +78,8 @@ class FutureMap:
     def open(self, rows: Rows, lengths: Tensor) -> None:
         """Give slots to new owners: set their epochs and lengths [rows] int64 (tokens whose KV exists)."""
         if self._debug:
-            self._check_all_read(rows, "a new owner took the slot")
+            with self._declare("relay check"):
+                self._check_all_read(rows, "a new owner took the slot")
         self._epochs.index_copy_(0, rows.slots, rows.epochs)
         self._lengths.index_copy_(0, rows.slots, lengths)
         self._bonus.index_fill_(0, rows.slots, -1)
@@ -97,9 +108,8 @@ class FutureMap:
         for name, value in extras.items():
             spec = fields[name]
             if tuple(value.shape[1:]) != spec.shape or value.dtype != spec.dtype:
-                raise RelayError(
-                    f"{drafter}.{name} must have rows of {spec.shape} {spec.dtype}, but got {tuple(value.shape[1:])} {value.dtype}"
-                )
+                given = f"{tuple(value.shape[1:])} {value.dtype}"
+                raise RelayError(f"{drafter}.{name} must have rows of {spec.shape} {spec.dtype}, but got {given}")
             if (drafter, name) not in self._extras:
                 self._extras[drafter, name] = _poisoned((self._num_slots, *spec.shape), spec.dtype, self._device)
             self._put(rows, (drafter, name), self._extras[drafter, name], value)
@@ -107,8 +117,11 @@ class FutureMap:
     def resolve(self, rows: Rows, drafter: str) -> RelayPayload:
         """Gather the payload of rows about to be verified. A stale row reads as token 0 and zeros."""
         bonus = self._take(rows, ("", "bonus_tokens"), self._bonus)
-        extras = {name: self._take(rows, (drafter, name), self._extras[drafter, name])
-                  for name in self._specs[drafter].fields if (drafter, name) in self._extras}
+        extras = {
+            name: self._take(rows, (drafter, name), self._extras[drafter, name])
+            for name in self._specs[drafter].fields
+            if (drafter, name) in self._extras
+        }
         return RelayPayload(bonus, **extras)
 
     def seed(self, rows: Rows, lengths: Tensor, payload: RelayPayload, drafter: str) -> None:
@@ -124,33 +137,48 @@ class FutureMap:
 
     def _fresh(self, rows: Rows) -> Tensor:
         fresh = self._epochs.index_select(0, rows.slots) == rows.epochs
-        if self._debug and not bool(fresh.all()):
-            raise RelayError(f"rows must carry their slot's epoch, but slots {rows.slots[~fresh].tolist()} are stale")
+        if self._debug:
+            with self._declare("relay check"):
+                if not bool(fresh.all()):
+                    raise RelayError(f"rows must carry their slot's epoch, but slots {rows.slots[~fresh].tolist()} are stale")
         return fresh
 
     def _masked(self, rows: Rows, new: Tensor, buffer: Tensor) -> Tensor:
+        if new.shape[0] != len(rows):  # one row would be broadcast to all
+            raise RelayError(f"{len(rows)} rows must get {len(rows)} values, but got {new.shape[0]}")
         fresh = self._fresh(rows).view(-1, *[1] * (new.ndim - 1))
         return torch.where(fresh, new.to(buffer.dtype), buffer.index_select(0, rows.slots))
 
     def _put(self, rows: Rows, key: tuple[str, str], buffer: Tensor, value: Tensor) -> None:
         buffer.index_copy_(0, rows.slots, self._masked(rows, value, buffer))
         if self._debug:
-            unread = self._unread.setdefault(key, torch.zeros(self._num_slots, dtype=torch.bool, device=self._device))
-            twice = unread.index_select(0, rows.slots)
-            if bool(twice.any()):
-                raise RelayError(f"{key} of slots {rows.slots[twice].tolist()} was stashed twice without being read")
-            unread.index_fill_(0, rows.slots, True)
+            with self._declare("relay check"):
+                self._mark_stashed(rows, key)
 
     def _take(self, rows: Rows, key: tuple[str, str], buffer: Tensor) -> Tensor:
         fresh = self._fresh(rows)
         value = buffer.index_select(0, rows.slots)
         if self._debug:
-            unread = self._unread.get(key)
-            if unread is None or not bool(unread.index_select(0, rows.slots).all()):
-                raise RelayError(f"{key} of slots {rows.slots.tolist()} must be stashed before it is read")
-            unread.index_fill_(0, rows.slots, False)
+            with self._declare("relay check"):
+                self._mark_read(rows, key)
             buffer.index_copy_(0, rows.slots, _poisoned(tuple(value.shape), buffer.dtype, self._device))
         return torch.where(fresh.view(-1, *[1] * (value.ndim - 1)), value, 0)
+
+    # -- debug --------------------------------------------------------------------------------------------------------
+
+    def _mark_stashed(self, rows: Rows, key: tuple[str, str]) -> None:
+        unread = self._unread.setdefault(key, torch.zeros(self._num_slots, dtype=torch.bool, device=self._device))
+        twice = unread.index_select(0, rows.slots) & (rows.slots != PADDING_SLOT)
+        if bool(twice.any()):
+            raise RelayError(f"{key} of slots {rows.slots[twice].tolist()} was stashed twice without being read")
+        unread.index_fill_(0, rows.slots, True)
+
+    def _mark_read(self, rows: Rows, key: tuple[str, str]) -> None:
+        unread = self._unread.setdefault(key, torch.zeros(self._num_slots, dtype=torch.bool, device=self._device))
+        readable = unread.index_select(0, rows.slots) | (rows.slots == PADDING_SLOT)
+        if not bool(readable.all()):
+            raise RelayError(f"{key} of slots {rows.slots[~readable].tolist()} must be stashed before it is read")
+        unread.index_fill_(0, rows.slots, False)
 
     def _check_all_read(self, rows: Rows, why: str) -> None:
         for key, unread in self._unread.items():

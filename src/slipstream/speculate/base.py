@@ -98,7 +98,8 @@ class Verdict:
             path[:, i], i < accept_lens, is what the row keeps.
         bonus_tokens: [R] int64, the last committed token; the root itself where nothing was committed.
         new_lengths: [R] int64, committed length after this step = lengths + accept_lens.
-        non_finite: [R] bool, the logits on its path were not finite: the row's tokens mean nothing.
+        non_finite: [R] int64, index of the first committed token whose logits were not finite: it and those behind it mean
+            nothing. -1: none.
     """
 
     tokens: Tensor

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from slipstream.attention.layout import tree_ancestors
 from slipstream.sampling.nodes import GrammarMasks, Nodes
-from slipstream.sampling.sampler import sample
+from slipstream.sampling.sampler import choose
 from slipstream.sampling.state import RowSampling
 from slipstream.speculate.base import Draft, Verdict
 
@@ -32,7 +32,7 @@ class SampledRows:
         roots: [S] int64, token at the root.
         draft: W nodes a row (rows without draft have num_nodes 0).
         ancestors: [S, W + 1, W + 1] bool for trees, None for chains.
-        flat_row, flat_node: [N] int64, row and node of each row of logits.
+        flat_row, flat_node: [N] int64, row and node of each row of logits. row_ids: flat_row on the host.
         flat_index: [S, W + 1] int64, row of logits of each node (the root's where the node has none).
         depth: D, the deepest path of this step (host).
         history: [num_slots, context + 2] int64 with the root already in it. max_history_len: bound of base_lens + 1 (host).
@@ -47,6 +47,7 @@ class SampledRows:
     flat_row: Tensor
     flat_node: Tensor
     flat_index: Tensor
+    row_ids: tuple[int, ...]
     depth: int
     history: Tensor
     max_history_len: int
@@ -72,17 +73,14 @@ def draft_paths(draft: Draft, ancestors: Tensor | None, depth: int) -> tuple[Ten
 
 def sampling_nodes(rows: SampledRows) -> Nodes:
     """The step's N nodes as the sampler sees them."""
-    if rows.draft.tokens.shape[1] == 0:
-        empty = rows.draft.tokens.new_empty((rows.flat_row.shape[0], 0))
-        base = rows.base_lens
-        return Nodes(rows.flat_row, base + 1, empty, torch.zeros_like(base), rows.slots, rows.history, base + 1, rows.max_history_len)
-    paths, depths = draft_paths(rows.draft, rows.ancestors, rows.depth)
-    path = paths[rows.flat_row, rows.flat_node]
-    depth = depths[rows.flat_row, rows.flat_node]
-    base = rows.base_lens.index_select(0, rows.flat_row)
-    return Nodes(
-        rows.flat_row, base + depth + 1, path, depth, rows.slots, rows.history, rows.base_lens + 1, rows.max_history_len
-    )
+    base = rows.base_lens
+    if rows.draft.tokens.shape[1]:
+        paths, depths = draft_paths(rows.draft, rows.ancestors, rows.depth)
+        path, depth = paths[rows.flat_row, rows.flat_node], depths[rows.flat_row, rows.flat_node]
+    else:
+        path, depth = base.new_empty((rows.flat_row.shape[0], 0)), torch.zeros_like(base)
+    position = base.index_select(0, rows.flat_row) + depth + 1
+    return Nodes(rows.flat_row, position, path, depth, rows.slots, rows.history, base + 1, rows.max_history_len, rows.row_ids)
 
 
 def verify(logits: Tensor, rows: SampledRows, sampling: RowSampling, masks: GrammarMasks | None) -> Verdict:
@@ -96,9 +94,9 @@ def verify(logits: Tensor, rows: SampledRows, sampling: RowSampling, masks: Gram
     """
     draft = rows.draft
     num_rows, width = draft.tokens.shape
-    target = sample(logits, sampling, sampling_nodes(rows), masks).index_select(0, rows.flat_index.flatten()).view(num_rows, width + 1)
-    # amax hands on NaN and +inf, and is -inf only where every logit is: one pass over the logits finds all three.
-    bad_node = ~logits.amax(1).isfinite()
+    choice = choose(logits, sampling, sampling_nodes(rows), masks)
+    target = choice.tokens.index_select(0, rows.flat_index.flatten()).view(num_rows, width + 1)
+    bad_node = ~choice.scores.isfinite()
 
     current = torch.zeros_like(rows.roots)
     alive = torch.ones_like(rows.roots, dtype=torch.bool)
@@ -123,8 +121,9 @@ def verify(logits: Tensor, rows: SampledRows, sampling: RowSampling, masks: Gram
     counted = torch.arange(rows.depth + 1, device=logits.device) < accept_lens[:, None]
     tokens = torch.where(counted, target.gather(1, path), -1)
     bonus = torch.where(accept_lens > 0, tokens.gather(1, (accept_lens - 1).clamp(min=0)[:, None])[:, 0], rows.roots)
-    bad = (bad_node.index_select(0, rows.flat_index.gather(1, path).flatten()).view_as(path) & counted).any(1)
-    return Verdict(tokens, accept_lens, torch.where(counted, path, 0), bonus, rows.base_lens + accept_lens, bad)
+    bad = bad_node.index_select(0, rows.flat_index.gather(1, path).flatten()).view_as(path) & counted
+    first_bad = torch.where(bad.any(1), bad.to(torch.int8).argmax(1), -1)
+    return Verdict(tokens, accept_lens, torch.where(counted, path, 0), bonus, rows.base_lens + accept_lens, first_bad)
 
 
 def row_ancestors(draft: Draft) -> Tensor | None:

@@ -1,1 +1,1 @@
-"""Models, drafters and an executor for tests: the machinery that shows the engine's races without a GPU. Nothing serves with it."""
+"""Models, drafters and an executor for tests: what shows the engine's races without a GPU. Nothing serves with it."""

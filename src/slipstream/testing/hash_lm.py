@@ -5,8 +5,8 @@
               x = h for the next layer, which stores h in turn
     logits    mix(h + id), id in the low bits (so no two ids tie), spread evenly over [-8, 8)
 
-One wrong page, position, mask entry or stale row changes the whole output, and a step costs a few dozen small torch ops. The sum makes
-a key's place in the read order irrelevant; its position counts. Arithmetic is int64 with wrap-around and arithmetic shifts.
+One wrong page, position, mask entry or stale row changes the whole output, and a step costs a few dozen small torch ops. The sum
+makes a key's place in the read order irrelevant; its position counts. Arithmetic is int64 with wrap-around and arithmetic shifts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from slipstream.attention.base import AttentionStep, BatchLayout
 from slipstream.attention.kv import KVCache, LayerKV
 
-# Odd 64-bit constants (as signed numbers): a key's token and position, the own token and position, a vocabulary id, the two of mix.
+# Odd 63-bit constants: a key's token and position, the own token and position, a vocabulary id, a layer, the two of mix.
 KEY_TOKEN = 0x1D8E4E27C47D124F
 KEY_POSITION = 0x2B7E151628AED2A7
 OWN_TOKEN = 0x3C6EF372FE94F82B
@@ -112,7 +112,7 @@ class HashLM:
         read_x = keys.view(-1)[slots]
         read_position = values.view(-1)[slots]
         each = mix(torch.add(read_x * KEY_TOKEN, read_position, alpha=KEY_POSITION))
-        total = each.index_select(0, layout.segment).mul_(visible).sum(1)
+        total: Tensor = each.index_select(0, layout.segment).mul_(visible).sum(1)
         total += x * OWN_TOKEN
         total += layout.positions * OWN_POSITION
         total += self._salt + layer * LAYER_SALT
@@ -120,7 +120,8 @@ class HashLM:
 
 
 def _fraction(x: Tensor) -> Tensor:
-    return (x & (2**MANTISSA_BITS - 1)).to(torch.float64) * 2.0**-MANTISSA_BITS
+    low: Tensor = x & (2**MANTISSA_BITS - 1)
+    return low.to(torch.float64).mul(2.0**-MANTISSA_BITS)
 
 
 class HashAttention:

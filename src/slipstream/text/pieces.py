@@ -7,8 +7,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
+from typing import Any
 
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPACE = "\u2581"
@@ -38,3 +39,14 @@ def sentencepiece_bytes(piece: str) -> bytes:
     if match := _BYTE_PIECE.fullmatch(piece):
         return bytes([int(match[1], 16)])
     return piece.replace(_SPACE, " ").encode()
+
+
+def spelling(decoder: Mapping[str, Any] | None) -> Callable[[str], bytes] | None:
+    """Which of the two a tokenizer.json's `decoder` section undoes; None where it is neither."""
+    steps = decoder["decoders"] if decoder and decoder.get("type") == "Sequence" else [decoder or {}]
+    kinds = {step.get("type") for step in steps}
+    if "ByteLevel" in kinds:
+        return byte_level_bytes
+    if "Metaspace" in kinds or any(step.get("type") == "Replace" and step.get("content") == " " for step in steps):
+        return sentencepiece_bytes
+    return None

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from slipstream.weights.loaded import LoadedModel, LoadedText
 
+if TYPE_CHECKING:
     import torch
 
-    from slipstream.weights.loaded import LoadedModel, LoadedText
+__all__ = ["LoadedModel", "LoadedText", "load", "load_text"]
 
 
 def load(

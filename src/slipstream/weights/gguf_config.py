@@ -35,8 +35,11 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
             f"{file.name}: general.type must be model, but got {shown(kind)}",
             hint="LoRA adapters and vision projectors are not supported yet",
         )
-    if metadata.get("split.count", 1) > 1:
-        raise ModelError(f"{file.name} must be a whole model, but it is one of {metadata['split.count']} parts", hint="merge them")
+    if metadata.get("split.count", 1) != 1:
+        raise ModelError(
+            f"{file.name} must be a whole model, but it is one of {metadata['split.count']} parts",
+            hint="merge them into one file",
+        )
     architecture = metadata.get("general.architecture")
     if not isinstance(architecture, str):
         raise ModelError(f"{file.name}: general.architecture must be given, but it is missing")
@@ -73,13 +76,15 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
             "original_max_position_embeddings": at("rope.scaling.original_context_length"),
         }
     if ROPE_FACTORS in file.tensors:  # how these files carry llama3 scaling: a divisor for each frequency
-        config["rope_frequency_factors"] = file.data(ROPE_FACTORS).tolist()
+        config["rope_frequency_factors"] = file.data(ROPE_FACTORS).ravel().tolist()
     return {key: value for key, value in config.items() if value is not None}
 
 
 def gguf_sampling(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Default sampling parameters in the keys of a generation_config.json."""
-    return {name: metadata[key] for key, name in _SAMPLING.items() if key in metadata}
+    found = {name: metadata[key] for key, name in _SAMPLING.items() if key in metadata}
+    # The file's numbers are float32: 0.6 would come out as 0.6000000238418579.
+    return {name: float(f"{value:.6g}") if isinstance(value, float) else value for name, value in found.items()}
 
 
 def _eos(metadata: Mapping[str, Any]) -> list[int]:

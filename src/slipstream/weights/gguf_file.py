@@ -76,7 +76,7 @@ class GgufFile:
         try:
             values = dequantize(raw.reshape(-1, tensor.shape[-1] // block * block_bytes), tensor.kind)
         except NotImplementedError:
-            raise ModelError(f"{self.name}: {name} must be of a type that can be dequantised, but got {tensor.kind.name}") from None
+            raise ModelError(f"{self.name}: {name} must be of a type that we can read, but got {tensor.kind.name}") from None
         return np.ascontiguousarray(values, dtype=np.float32).reshape(tensor.shape)
 
     def _parse(self) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
@@ -143,9 +143,9 @@ class GgufFile:
             item, count = self._take("<IQ")
             if item in _SCALARS:
                 return list(self._take(f"<{count}{_SCALARS[item]}"))
-            if count > len(self._bytes) - self._at:
-                raise IndexError(f"a list of {count} values at {self._at} runs past the end")
-            return [self._value(item) for _ in range(count)]
+            if item != _STRING or count > len(self._bytes) - self._at:
+                raise IndexError(f"a list at {self._at} of {count} values of type {item} is nested or runs past the end")
+            return [self._string() for _ in range(count)]
         if kind not in _SCALARS:
             raise IndexError(f"a value at {self._at} has the unknown type {kind}")
         return self._take(f"<{_SCALARS[kind]}")[0]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from slipstream.models.config import ModelConfig
@@ -78,6 +80,6 @@ def _usual(name: str, layer_names: Mapping[str, str]) -> str:
     return name
 
 
-def _halves(values: np.ndarray, heads: int) -> np.ndarray:  # type: ignore[type-arg] # any float type, passed through
+def _halves(values: NDArray[Any], heads: int) -> NDArray[Any]:
     """Rows of each head from pairs (2i, 2i + 1) to halves (i, i + dim / 2), the order our rotary embedding turns."""
     return values.reshape(heads, -1, 2, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)

@@ -16,9 +16,7 @@ from slipstream.weights.tokenizer_files import FastTokenizer
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 
-_QWEN2_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+_QWEN2_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA3_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -65,12 +63,10 @@ _BOS_BY_DEFAULT = frozenset({"llama-bpe", "llama3", "llama-v3"})
 def gguf_tokenizer(metadata: Mapping[str, Any], source: str) -> FastTokenizer:
     """The tokenizer. Raises `ModelError` for a family or a word cut that is not known, or lists that do not fit."""
     family = metadata.get("tokenizer.ggml.model")
-    tokens = metadata.get("tokenizer.ggml.tokens")
-    if not isinstance(tokens, list) or not tokens:
-        raise ModelError(f"{source}: tokenizer.ggml.tokens must be given, but it is missing", hint="the file has no tokenizer")
-    kinds = metadata.get("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
-    if len(kinds) != len(tokens):
-        raise ModelError(f"{source}: tokenizer.ggml.token_type must have {len(tokens)} entries, but got {len(kinds)}")
+    tokens: list[str] = _list(metadata, "tokens", str, source)
+    kinds: list[int] = [_NORMAL] * len(tokens)
+    if "tokenizer.ggml.token_type" in metadata:
+        kinds = _list(metadata, "token_type", int, source, len(tokens))
     if family == "gpt2":
         inner, add_bos = _byte_level(metadata, tokens, source)
     elif family == "llama":
@@ -88,6 +84,15 @@ def gguf_tokenizer(metadata: Mapping[str, Any], source: str) -> FastTokenizer:
     return FastTokenizer(inner, bos, eos, bool(metadata.get("tokenizer.ggml.add_bos_token", add_bos)))
 
 
+def _list(metadata: Mapping[str, Any], key: str, kind: type, source: str, length: int | None = None) -> list[Any]:
+    value = metadata.get(f"tokenizer.ggml.{key}")
+    if not isinstance(value, list) or not value or not isinstance(value[0], kind):  # the format's lists are of one type
+        raise ModelError(f"{source}: tokenizer.ggml.{key} must be a list of {kind.__name__}, but got {shown(value)}")
+    if length is not None and len(value) != length:
+        raise ModelError(f"{source}: tokenizer.ggml.{key} must have {length} entries, but got {len(value)}")
+    return value
+
+
 def _id(metadata: Mapping[str, Any], which: str, tokens: Sequence[str], source: str) -> int | None:
     value = metadata.get(f"tokenizer.ggml.{which}_token_id")
     if value is None:
@@ -99,16 +104,13 @@ def _id(metadata: Mapping[str, Any], which: str, tokens: Sequence[str], source: 
 
 def _byte_level(metadata: Mapping[str, Any], tokens: list[str], source: str) -> tuple[Tokenizer, bool]:
     pre = metadata.get("tokenizer.ggml.pre")
-    if pre not in _PRE_TOKENIZERS:
+    if not isinstance(pre, str) or pre not in _PRE_TOKENIZERS:
         raise ModelError(
             f"{source}: tokenizer.ggml.pre must be one of {', '.join(_PRE_TOKENIZERS)}, but got {shown(pre)}",
             hint="its way of cutting text into words is not known here, and a near one would give wrong tokens",
         )
-    lines = metadata.get("tokenizer.ggml.merges")
-    if not isinstance(lines, list):
-        raise ModelError(f"{source}: tokenizer.ggml.merges must be given, but it is missing")
     merges = []
-    for line in lines:
+    for line in _list(metadata, "merges", str, source):
         left, space, right = line.partition(" ")
         if not space:
             raise ModelError(f"{source}: tokenizer.ggml.merges must hold pairs, but got {shown(line)}")
@@ -125,14 +127,12 @@ def _byte_level(metadata: Mapping[str, Any], tokens: list[str], source: str) -> 
 def _bpe(source: str, **options: Any) -> models.BPE:
     try:
         return models.BPE(**options)
-    except Exception as error:  # the library raises bare Exception: a merge of a piece that is no token, for one
+    except Exception as error:  # noqa: BLE001 - all the library raises, for a merge of a piece that is no token, say
         raise ModelError(f"{source}: vocabulary and merges must fit together, but got: {error}") from None
 
 
 def _sentence_piece(metadata: Mapping[str, Any], tokens: list[str], kinds: Sequence[int], source: str) -> tuple[Tokenizer, bool]:
-    scores = metadata.get("tokenizer.ggml.scores")
-    if not isinstance(scores, list) or len(scores) != len(tokens):
-        raise ModelError(f"{source}: tokenizer.ggml.scores must have {len(tokens)} entries, but it does not")
+    scores: list[float] = _list(metadata, "scores", float, source, len(tokens))
     vocabulary = {text: index for index, text in enumerate(tokens)}
     unknown = next((text for text, kind in zip(tokens, kinds, strict=True) if kind == _UNKNOWN), None)
     model = _bpe(

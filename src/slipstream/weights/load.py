@@ -68,9 +68,7 @@ def load(
     chosen = pick_dtype(dtype, config.dtype, where)
     model_type = find_type(config.model_type, checkpoint.source.path.name)
     tensors: TensorSource = (
-        SafetensorsFolder(checkpoint.source.path)
-        if checkpoint.gguf is None
-        else GgufTensors(checkpoint.gguf, config, model_type)
+        SafetensorsFolder(checkpoint.source.path) if checkpoint.gguf is None else GgufTensors(checkpoint.gguf, config, model_type)
     )
     report = None if on_progress is None else lambda share: on_progress("load", share)
     parameters = Parameters(tensors, chosen, where, report)

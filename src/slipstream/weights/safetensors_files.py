@@ -124,4 +124,4 @@ def _header(file: Path) -> dict[str, _Entry]:
 
 
 def _damaged(file: Path, why: str) -> ModelError:
-    return ModelError(f"{file.name} must be a whole safetensors file, but {why}", hint="the file is cut or damaged; fetch it again")
+    return ModelError(f"{file.name} must be a whole safetensors file, but {why}", hint="it is cut or damaged; fetch it again")

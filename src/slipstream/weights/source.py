@@ -37,19 +37,21 @@ def resolve(source: str, on_progress: Callable[[str, float], None] | None = None
     if source in ALIASES:
         return ModelSource(source, fetch(source, on_progress), is_gguf=True)
     path = Path(source).expanduser()
-    if path.is_dir():
+    if source and path.is_dir():  # an empty name would be the current folder
         if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
             raise ModelError(f"{path.name} must be a whole model, but it is a LoRA adapter", hint="LoRA is not supported yet")
         return ModelSource(source, path, is_gguf=False)
     if path.is_file():
         if path.suffix != ".gguf":
-            raise ModelError(f"a model file must end in .gguf, but got {shown(path.name)}", hint="give the folder of a safetensors model")
+            raise ModelError(
+                f"a model file must end in .gguf, but got {shown(path.name)}", hint="give a safetensors model's folder"
+            )
         return ModelSource(source, path, is_gguf=True)
     if _HUB_ID.fullmatch(source) and path.suffix != ".gguf":
         from slipstream.weights.hub import snapshot
 
         return ModelSource(source, snapshot(source, on_progress), is_gguf=False)
     raise ModelError(
-        f"the model must be a folder, a .gguf file, a hub id (owner/name) or one of {', '.join(ALIASES)}, but got {shown(source)}",
+        f"model must be a folder, a .gguf file, a hub id (owner/name) or one of {', '.join(ALIASES)}, but got {shown(source)}",
         hint="there is no file or folder of that name" if path.suffix or "/" in source else None,
     )

@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from slipstream.errors import ModelError, shown
+from slipstream.errors import InvalidParameter, ModelError
 from slipstream.models.config import ModelConfig, parse_config, token_ids
+from slipstream.types import SamplingParams
 from slipstream.weights.gguf_config import gguf_config, gguf_sampling
 from slipstream.weights.gguf_file import GgufFile
 from slipstream.weights.gguf_tokenizer import gguf_tokenizer
@@ -96,14 +97,11 @@ def _text(
 
 
 def _defaults(generation: Mapping[str, Any], source: str) -> dict[str, float | int]:
-    out: dict[str, float | int] = {}
-    for name in _DEFAULTS:
-        value = generation.get(name)
-        if value is None:
-            continue
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise ModelError(f"{source}: {name} must be a number, but got {shown(value)}")
-        out[name] = value
-    if generation.get("do_sample") is False:  # the checkpoint recommends greedy; the rest is left over from the library's defaults
+    out: dict[str, float | int] = {name: generation[name] for name in _DEFAULTS if generation.get(name) is not None}
+    if generation.get("do_sample") is False:  # greedy; what else is there was never used
         out = {name: value for name, value in out.items() if name == "repetition_penalty"} | {"temperature": 0.0}
+    try:
+        SamplingParams(**out)  # type: ignore[arg-type] # the values are what is being checked
+    except InvalidParameter as error:
+        raise ModelError(f"{source}: {error.message}", hint="--generation-config none leaves the file's sampling out") from None
     return out

@@ -10,6 +10,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from slipstream.errors import ModelError, shown
+from slipstream.text.pieces import spelling
 
 
 class FastTokenizer:
@@ -26,10 +27,17 @@ class FastTokenizer:
         self.bos_token_id = bos_token_id
         self.eos_token_id = eos_token_id
         self.vocab_size: int = inner.get_vocab_size(with_added_tokens=True)
-        self.special_ids = frozenset(
-            token_id for token_id, token in inner.get_added_tokens_decoder().items() if token.special
-        )
+        added = inner.get_added_tokens_decoder()
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._first = [bos_token_id] if add_bos and bos_token_id is not None else []
+        spelled = spelling(None if inner.decoder is None else json.loads(inner.decoder.__getstate__()))
+        if spelled is None:
+            raise ModelError(
+                "the tokenizer's decoder must be byte-level or sentencepiece-like, but it is neither",
+                hint="text could not be streamed without changing what was already sent",
+            )
+        self._spelling = spelled
+        self._bytes: dict[int, bytes] = {}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; special tokens written out in it are recognised."""
@@ -44,6 +52,14 @@ class FastTokenizer:
     def token_text(self, token_id: int) -> str:
         """Text of one token alone; an incomplete UTF-8 sequence shows as U+FFFD."""
         return self.decode([token_id], skip_special_tokens=False)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes one token adds to a text behind other text; empty for an id the tokenizer does not know."""
+        data = self._bytes.get(token_id)
+        if data is None:
+            piece = self.inner.id_to_token(token_id)
+            data = self._bytes[token_id] = b"" if piece is None else self._spelling(piece)
+        return data
 
 
 def read_json(path: Path) -> Mapping[str, Any]:
@@ -68,7 +84,7 @@ def folder_tokenizer(folder: Path, config_bos: int | None) -> tuple[FastTokenize
         raise ModelError("tokenizer.json must be in the model's folder, but it is missing", hint=hint)
     try:
         inner = Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises bare Exception
+    except Exception as error:  # noqa: BLE001 - all the library raises
         raise ModelError(f"tokenizer.json must be a tokenizer, but got: {error}") from None
     inner.no_truncation()
     inner.no_padding()

@@ -1,0 +1,1 @@
+"""The command line. Data goes to stdout, everything else to stderr."""

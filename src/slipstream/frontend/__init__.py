@@ -1,0 +1,1 @@
+"""The front of the engine: checks and prepares requests, assembles answers. Imports no torch."""

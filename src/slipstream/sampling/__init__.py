@@ -1,0 +1,1 @@
+"""Sampling: one function for plain decoding, drafting and verification. See sampler.py, noise.py and state.py."""

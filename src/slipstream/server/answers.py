@@ -1,0 +1,174 @@
+"""The answers to one call: several prompts, `n` answers each, as one stream of deltas.
+
+    choice index = prompt's place * n + answer's place
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from slipstream.errors import EngineError, SlipstreamError
+from slipstream.frontend.assemble import Assembler, Delta
+from slipstream.frontend.model_info import ModelInfo
+from slipstream.frontend.prepare import Prepared
+from slipstream.observe.metrics import Metrics
+from slipstream.server.bridge import OutputStream
+from slipstream.server.errors import ClientGone
+from slipstream.types import FinishReason
+
+Receive = Callable[[], Awaitable[Mapping[str, Any]]]
+
+
+class Answers:
+    """Answers that are being computed. An asynchronous iterator over the deltas that have come in since it was last asked.
+
+    Raises the error of the first answer that fails and aborts the others; `ClientGone` once the client has hung up. Close it
+    whatever happens.
+
+    Args:
+        prompts: the prompts, checked.
+        stream: news of all their requests.
+        info: the model.
+        metrics: told of every token.
+        arrived: when the call came in, by `time.monotonic`.
+    """
+
+    def __init__(
+        self, prompts: Sequence[Prepared], stream: OutputStream, info: ModelInfo, metrics: Metrics, arrived: float
+    ) -> None:
+        self._stream = stream
+        self._metrics = metrics
+        self._arrived = arrived
+        self._assemblers = [Assembler(prompt, info) for prompt in prompts]
+        self._places = {
+            request.request_id: (assembler, place * prompt.params.n)
+            for place, (prompt, assembler) in enumerate(zip(prompts, self._assemblers, strict=True))
+            for request in prompt.requests
+        }
+        self._unfinished = set(self._places)
+        self._last_news: dict[str, float] = {}
+        self._first: list[Delta] | None = None
+        self._has_hung_up = False
+        self._is_closed = False
+        for prompt in prompts:
+            metrics.started(len(prompt.prompt_token_ids))
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Of all prompts, each counted once."""
+        return sum(assembler.num_prompt_tokens for assembler in self._assemblers)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Of all answers so far."""
+        return sum(assembler.num_output_tokens for assembler in self._assemblers)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens that needed no computation."""
+        return sum(assembler.num_cached_tokens for assembler in self._assemblers)
+
+    @property
+    def finish_reasons(self) -> str:
+        """Of all answers, for the log."""
+        reasons = {output.finish_reason or "none" for assembler in self._assemblers for output in assembler.outputs}
+        return ",".join(sorted(reasons))
+
+    def whole(self) -> list[Delta]:
+        """All answers as they are now, in order of choice index."""
+        return [
+            Delta(
+                place,
+                output.text,
+                tuple(output.token_ids),
+                None if output.logprobs is None else tuple(output.logprobs),
+                output.finish_reason,
+                output.stop_reason,
+            )
+            for place, output in enumerate(output for assembler in self._assemblers for output in assembler.outputs)
+        ]
+
+    async def first(self) -> None:
+        """Wait for the first news: what is refused by the engine is known then, and an HTTP status can still say so."""
+        self._first = await self._next()
+
+    def __aiter__(self) -> Answers:
+        return self
+
+    async def __anext__(self) -> list[Delta]:
+        if self._first is not None:
+            first, self._first = self._first, None
+            return first
+        if not self._unfinished:
+            raise StopAsyncIteration
+        return await self._next()
+
+    def close(self) -> None:
+        """Abort what is still running."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._stream.close()
+        for _ in self._unfinished:
+            self._metrics.failed("abort")
+
+    def fail(self, error: SlipstreamError) -> None:
+        """Abort what is still running; whoever iterates gets `error`."""
+        self._stream.fail(error)
+
+    @contextlib.asynccontextmanager
+    async def until_hang_up(self, receive: Receive) -> AsyncIterator[None]:
+        """Inside, a client that hangs up aborts the answers. `receive` is ASGI's, with the body already read."""
+
+        async def watch() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            self._has_hung_up = True
+            self.close()
+
+        watcher = asyncio.create_task(watch())
+        try:
+            yield
+        finally:
+            watcher.cancel()
+
+    async def _next(self) -> list[Delta]:
+        try:
+            news = await anext(self._stream)
+        except StopAsyncIteration:
+            if self._has_hung_up:
+                raise ClientGone from None
+            raise EngineError("every answer must end with a reason, but got none") from None
+        now = time.monotonic()
+        deltas = []
+        for output in news:
+            assembler, first_place = self._places[output.request_id]
+            try:
+                delta = assembler.push(output)
+                if output.finish_reason is FinishReason.ABORT:
+                    raise EngineError("an answer must not be cut off, but the engine aborted it")
+            except SlipstreamError as error:
+                self._unfinished.discard(output.request_id)
+                self._metrics.failed(error.code or "error")
+                raise
+            self._measure(output.request_id, delta, len(output.token_ids), now)
+            deltas.append(replace(delta, index=first_place + delta.index) if first_place else delta)
+        return deltas
+
+    def _measure(self, request_id: str, delta: Delta, num_tokens: int, now: float) -> None:
+        if num_tokens:
+            last = self._last_news.get(request_id)
+            if last is None:
+                self._metrics.first_token(now - self._arrived, num_tokens)
+            else:
+                self._metrics.tokens(now - last, num_tokens)
+            self._last_news[request_id] = now
+        if delta.finish_reason is not None:
+            self._unfinished.discard(request_id)
+            output = self._places[request_id][0].outputs[delta.index]
+            self._metrics.finished(delta.finish_reason, now - self._arrived, len(output.token_ids))

@@ -1,0 +1,83 @@
+"""The arithmetic of benchmarks, and that both lags are really compared."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from bench.engine import compare, measure
+from bench.intervals import median_ratio
+from bench.report import END, START, between_marks, figure, markdown
+from bench.systems import Ids, Sample
+
+
+class Fixed:
+    """A system with a constant speed and a constant answer."""
+
+    def __init__(self, name: str, wall_s: float, token: int, log: list[str]) -> None:
+        self.name = name
+        self._wall_s = wall_s
+        self._token = token
+        self._log = log
+
+    def run(self, prompts: Sequence[Ids], output_len: int) -> tuple[Sample, list[Ids]]:
+        self._log.append(self.name)
+        return Sample(self._wall_s, self._wall_s, 10, num_steps=5, host_s=self._wall_s / 4), [[self._token] * output_len]
+
+
+def test_median_ratio_is_of_pairs() -> None:
+    """A slow round slows both; the ratio does not see it. One disturbed pair does not move the median."""
+    slow = [1.0] * 9 + [100.0]
+    ratio = median_ratio([2 * value for value in slow[:-1]] + [1.0], slow)
+    assert ratio.median == 2.0
+    assert (ratio.low, ratio.high) == (2.0, 2.0)
+
+
+def test_the_interval_holds_the_median_and_grows_with_noise() -> None:
+    quiet = median_ratio([1.0, 1.01, 0.99, 1.02, 0.98, 1.0, 1.01, 0.99, 1.02, 0.98], [1.0] * 10)
+    noisy = median_ratio([1.0, 1.1, 0.9, 1.2, 0.8, 1.0, 1.1, 0.9, 1.2, 0.8], [1.0] * 10)
+    assert quiet.low <= quiet.median <= quiet.high
+    assert noisy.high - noisy.low > 5 * (quiet.high - quiet.low)
+    assert median_ratio([1.0, 3.0], [1.0, 1.0]) == median_ratio([1.0, 3.0], [1.0, 1.0])
+    with pytest.raises(ValueError, match="pairs must be complete"):
+        median_ratio([1.0], [])
+
+
+def test_systems_take_turns_and_the_order_turns_around() -> None:
+    log: list[str] = []
+    systems = [Fixed("lag0", 2.0, 7, log), Fixed("lag1", 1.0, 7, log), Fixed("transformers", 4.0, 8, log)]
+    samples = measure(systems, [[1, 2]], 4, rounds=2)
+    names = ["lag0", "lag1", "transformers"]
+    assert log == [*names, *names, *reversed(names)]
+    result = compare(samples)
+    assert result["ratios"]["lag1/lag0"]["median"] == 2.0
+    assert result["ratios"]["lag1/transformers"]["median"] == 4.0
+    assert result["systems"]["lag1"]["tokens_per_s"] == 10.0
+    assert result["systems"]["lag1"]["host_share"] == 0.25
+    assert result["systems"]["lag0"]["host_ms_per_step"] == 100.0
+
+
+def test_lags_that_differ_end_the_benchmark() -> None:
+    log: list[str] = []
+    with pytest.raises(RuntimeError, match="same tokens"):
+        measure([Fixed("lag0", 1.0, 1, log), Fixed("lag1", 1.0, 2, log)], [[1]], 4, rounds=1)
+
+
+def test_the_report_holds_the_numbers() -> None:
+    log: list[str] = []
+    systems = [Fixed("lag0", 2.0, 7, log), Fixed("lag1", 1.0, 7, log)]
+    result = {
+        "model": "m", "dtype": "float32", "num_threads": 2, "torch": "2", "input_len": 4, "output_len": 4, "rounds": 2,
+        "machine": {"processor": "p", "num_cores": 2, "memory_bytes": 2**34}, "measured": "today",
+        "results": {"8": compare(measure(systems, [[1, 2]], 4, rounds=2))},
+    }  # fmt: skip
+    text = markdown(result)
+    assert "| 8 | 5.0 | 10.0 | 2.000 [2.000, 2.000] |" in text
+    assert "| 8 | 1 | 200.00 |" in text
+    assert figure(result).count("<rect") == 3
+    page = between_marks(f"a\n{START}\nold\n{END}\nb\n", text)
+    assert "old" not in page
+    assert between_marks(page, text) == page
+    with pytest.raises(ValueError, match="once each"):
+        between_marks("no marks", text)

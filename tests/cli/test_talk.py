@@ -1,0 +1,140 @@
+"""`run` and `chat`: text out, questions in, Ctrl-C in between."""
+
+from __future__ import annotations
+
+import io
+import signal
+import sys
+
+import pytest
+
+from slipstream.cli.main import main
+from tests.cli.conftest import Install
+from tests.cli.echo_engine import EchoEngine
+
+
+def type_in(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    """Let `text` come in on a stdin that is no terminal."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+
+
+def prompts(engine: EchoEngine) -> list[str]:
+    """What the engine was asked."""
+    return [bytes(request.prompt_token_ids).decode() for request in engine.requests]
+
+
+def interrupt_once(steps: int) -> None:
+    """Ctrl-C in the fourth step."""
+    if steps == 3:
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_run_writes_the_answer_and_nothing_else(install: Install, capsys: pytest.CaptureFixture[str]) -> None:
+    engine = install()
+    assert main(["run", "m", "hé", "--system", "be"]) == 0
+    assert prompts(engine) == ["s:be;u:hé;"]
+    assert capsys.readouterr().out == "s:be;u:hé;\n"
+    assert engine.is_closed
+
+
+def test_run_raw_skips_the_template(install: Install, capsys: pytest.CaptureFixture[str]) -> None:
+    install()
+    assert main(["run", "m", "plain\n", "--raw"]) == 0
+    assert capsys.readouterr().out == "plain\n"  # no second newline
+
+
+def test_run_without_a_template_continues_the_prompt(install: Install, capsys: pytest.CaptureFixture[str]) -> None:
+    engine = install(chat=False)
+    assert main(["run", "m", "once"]) == 0
+    assert prompts(engine) == ["once"]
+    assert main(["run", "m", "once", "--system", "be"]) == 2
+    assert "chat template" in capsys.readouterr().err
+
+
+def test_run_reads_stdin(install: Install, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    install()
+    type_in(monkeypatch, "piped")
+    assert main(["run", "m", "--raw"]) == 0
+    assert capsys.readouterr().out == "piped\n"
+    type_in(monkeypatch, " \n")
+    assert main(["run", "m"]) == 2
+    assert "a prompt must hold text" in capsys.readouterr().err
+
+
+def test_sampling_flags_reach_the_engine_over_the_models_defaults(install: Install) -> None:
+    engine = install()
+    flags = ["--top-k", "4", "--seed", "-7", "--stop", "x", "--stop", "yz", "--ignore-eos", "--max-tokens", "3"]
+    assert main(["run", "m", "abcdef", *flags]) == 0
+    (request,) = engine.requests
+    params = request.params
+    assert (params.top_k, params.stop, params.ignore_eos, params.max_tokens) == (4, ("x", "yz"), True, 3)
+    assert params.temperature == 0.5  # the model's
+    assert request.seed == -7
+    assert main(["run", "m", "a", "--temperature", "0"]) == 0
+    assert engine.requests[-1].params.temperature == 0.0
+    assert engine.requests[-1].params.max_tokens == 256 - len("u:a;")  # up to the context
+
+
+def test_a_bad_sampling_parameter_exits_2(install: Install, capsys: pytest.CaptureFixture[str]) -> None:
+    install()
+    assert main(["run", "m", "a", "--top-p", "nan"]) == 2
+    assert capsys.readouterr().err.startswith("error: top_p must be ")
+
+
+def test_ctrl_c_ends_run_with_130_and_aborts_the_request(install: Install) -> None:
+    engine = install(EchoEngine(on_step=interrupt_once))
+    before = signal.getsignal(signal.SIGINT)
+    assert main(["run", "m", "long enough"]) == 130
+    assert len(engine.aborted) == 1
+    assert engine.is_closed
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_chat_remembers_and_forgets(
+    install: Install, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine = install()
+    type_in(monkeypatch, "a\n\nb\n/reset\nc\n/exit\nd\n")
+    assert main(["chat", "m", "--system", "x"]) == 0
+    assert prompts(engine) == ["s:x;u:a;", "s:x;u:a;a:s:x;u:a;;u:b;", "s:x;u:c;"]
+    assert capsys.readouterr().out.splitlines() == prompts(engine)
+
+
+def test_ctrl_c_stops_only_the_reply(
+    install: Install, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine = install(EchoEngine(on_step=interrupt_once))
+    type_in(monkeypatch, "abcdef\nnext\n")
+    assert main(["chat", "m"]) == 0
+    # The fourth step's token still counts, and the half reply is part of the conversation.
+    assert prompts(engine) == ["u:abcdef;", "u:abcdef;a:u:ab;u:next;"]
+    assert len(engine.aborted) == 1
+    out, err = capsys.readouterr()
+    assert out.splitlines() == ["u:ab", "u:abcdef;a:u:ab;u:next;"]
+    assert "[stopped]" in err
+
+
+def test_a_message_that_does_not_fit_is_taken_back(
+    install: Install, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine = install()
+    type_in(monkeypatch, f"a\n{'y' * 400}\nb\n")
+    assert main(["chat", "m"]) == 1
+    assert prompts(engine) == ["u:a;", "u:a;a:u:a;;u:b;"]
+    assert "error: prompt and answer must fit the maximum context length of 256 tokens" in capsys.readouterr().err
+
+
+def test_an_unknown_command_is_explained_not_sent(
+    install: Install, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine = install()
+    type_in(monkeypatch, "/help\n/etc/hosts is what?\n")
+    assert main(["chat", "m"]) == 0
+    assert prompts(engine) == ["u:/etc/hosts is what?;"]
+    assert "/reset forgets" in capsys.readouterr().err
+
+
+def test_chat_needs_a_template(install: Install, capsys: pytest.CaptureFixture[str]) -> None:
+    install(chat=False)
+    assert main(["chat", "m"]) == 2
+    assert "the model must have a chat template, but m has none" in capsys.readouterr().err

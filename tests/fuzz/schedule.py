@@ -1,0 +1,264 @@
+"""One random schedule: an engine, requests that arrive and are aborted while it runs, and what must come out.
+
+A schedule is plain data, drawn from a `random.Random`; a failing one is made smaller and printed with the line that runs it again.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from tests.engine.harness import Answer, Job, assert_equal, collect
+from tests.fuzz.auditor import Auditor
+from tests.fuzz.universe import CONTEXT, EOS, NUM_JOBS, hash_model, jobs, right_answer, stop_text
+
+from slipstream.cache.pages import pages_for
+from slipstream.config import EngineConfig
+from slipstream.engine.build import assemble_engine
+from slipstream.engine.loop import Engine
+from slipstream.models.base import CausalLM
+from slipstream.testing.adversarial import AdversarialExecutor
+from slipstream.testing.drafters import DrafterFactory, partial, rand_chain, rand_tree, self_chain, self_tree
+from slipstream.testing.hash_lm import HashAttention, HashLM
+from slipstream.testing.relaying import relaying
+from slipstream.types import FinishReason
+
+HASH = HashAttention()
+MAX_STEPS = 3000
+
+
+def hash_drafters() -> dict[str, DrafterFactory | None]:
+    """Every drafter a schedule may use; built for HashLM."""
+    return {
+        "off": None,
+        "self 1": self_chain(1, HASH),
+        "self 3": self_chain(3, HASH),
+        "self 7": self_chain(7, HASH),
+        "self tree 3": self_tree(3, 3, HASH),
+        "self tree 7": self_tree(7, 2, HASH),
+        "rand 3": rand_chain(3, beyond=3),
+        "rand tree 7": rand_tree(7, beyond=3),
+        "partial 7": partial(7, attention=HASH),
+        "partial tree 3": partial(3, 3, percent=50, attention=HASH),
+        "relaying 1": relaying(partial(1, attention=HASH), 1),
+        "relaying 3": relaying(partial(3, 2, attention=HASH), 3, probs_steps=2),
+        "relaying 7": relaying(rand_tree(7), 7),
+    }
+
+
+DRAFTERS = hash_drafters()
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How the engine of a schedule is built."""
+
+    lag: int = 1
+    page_size: int = 16
+    budget: int = 64
+    num_seqs: int = 8
+    num_pages: int = 64
+    drafter: str = "off"
+    executor_seed: int = 0
+    num_layers: int = 1
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A setting, the requests (numbers in the universe), and what the host does before it only steps.
+
+    Actions: ("add", i) and ("abort", i) of request i, ("step", 0), ("breathe", 0).
+    """
+
+    setting: Setting
+    requests: tuple[int, ...]
+    actions: tuple[tuple[str, int], ...]
+
+
+def draw(rng: random.Random) -> Schedule:
+    """A schedule of 2 to 7 requests."""
+    requests = tuple(rng.randrange(NUM_JOBS) for _ in range(rng.randint(2, 7)))
+    page_size = rng.choice((1, 2, 4, 16))
+    needs = sorted(pages_for(limit_of(number), page_size) for number in requests)
+    setting = Setting(
+        lag=rng.choice((0, 1, 1)),
+        page_size=page_size,
+        budget=rng.choice((1, 2, 3, 4, 8, 16, 64, 64)),
+        num_seqs=rng.choice((1, 2, 3, 4, 8)),
+        # From a pool in which the largest request does not fit at all to one that holds them all.
+        num_pages=max(1, rng.choice((needs[-1], needs[-1], needs[-1] + needs[0], sum(needs), needs[-1] - 1))),
+        drafter=rng.choice(list(DRAFTERS)),
+        executor_seed=rng.randrange(2**32),
+        num_layers=rng.choice((1, 1, 2)),
+    )
+    actions: list[tuple[str, int]] = []
+    for place in range(len(requests)):
+        actions.append(("add", place))
+        actions.extend([("step", 0)] * rng.choice((0, 0, 1, 2, 5)))
+    for place in range(len(requests)):
+        if rng.random() < 0.2:
+            at = rng.randint(actions.index(("add", place)) + 1, len(actions))
+            actions.insert(at, ("abort", place))
+            actions[at:at] = [("step", 0)] * rng.choice((0, 1, 3))
+    for _ in range(rng.randint(0, 3)):
+        actions.insert(rng.randint(0, len(actions)), ("breathe", 0))
+    return Schedule(setting, requests, tuple(actions))
+
+
+def limit_of(number: int) -> int:
+    """Most tokens, prompt and output, of a request of the universe."""
+    job = jobs()[number]
+    return min(CONTEXT, len(job.prompt) + (job.params.max_tokens or CONTEXT))
+
+
+Build = Callable[[Setting], Engine]
+
+
+def build(setting: Setting, debug: bool = True) -> Engine:
+    """The engine of a schedule on HashLM."""
+    return build_around(hash_model(setting.num_layers), setting, DRAFTERS[setting.drafter], CONTEXT, EOS, debug)
+
+
+def build_around(
+    model: CausalLM, setting: Setting, drafter: DrafterFactory | None, context_len: int, eos: int, debug: bool = True
+) -> Engine:
+    """The engine of a schedule on any model, with the adversarial executor, the auditor and the most recently freed first."""
+    config = EngineConfig(
+        model="in-memory",
+        lag=setting.lag,
+        page_size=setting.page_size,
+        max_num_batched_tokens=setting.budget,
+        max_num_seqs=setting.num_seqs,
+        num_pages=setting.num_pages,
+        debug=debug,
+    )
+    return assemble_engine(
+        model,
+        config,
+        eos_token_ids=(eos,),
+        stop_text=stop_text,
+        context_len=context_len,
+        attention=HASH if isinstance(model, HashLM) else None,
+        drafters=None if drafter is None else {setting.drafter: drafter},
+        executor=Auditor.around(AdversarialExecutor.factory(setting.executor_seed)),
+        order="newest",
+    )
+
+
+def play(schedule: Schedule, engine: Engine, universe: Sequence[Job]) -> list[Answer]:
+    """Run it to the end; answers in the order of the requests. Checks balance whenever the engine idles."""
+    executor = engine._executor
+    assert isinstance(executor, Auditor) and isinstance(executor.inner, AdversarialExecutor)
+    answers: dict[str, Answer] = {}
+    try:
+        for what, place in schedule.actions:
+            if what == "add":
+                engine.add(universe[schedule.requests[place]].request(str(place)))
+            elif what == "abort":
+                engine.abort(str(place))
+            elif what == "breathe":
+                executor.inner.breathe()
+            else:
+                _step(engine, answers)
+        for _ in range(MAX_STEPS):
+            if not engine.has_work:
+                return [answers[str(place)] for place in range(len(schedule.requests))]
+            _step(engine, answers)
+            executor.inner.breathe()
+        raise AssertionError(f"the engine must come to an end, but was still at work after {MAX_STEPS} steps")
+    finally:
+        engine.close()
+
+
+def _step(engine: Engine, answers: dict[str, Answer]) -> None:
+    collect(engine, answers)
+    if not engine.has_work:
+        engine.scheduler.ledger.check_balanced()
+        assert engine.num_running == engine.num_waiting == 0
+
+
+def check(schedule: Schedule, answers: Sequence[Answer], wanted: Sequence[Answer], never_fits: Sequence[bool]) -> None:
+    """Every answer equals the right one; an aborted one is its beginning."""
+    aborted = {place for what, place in schedule.actions if what == "abort"}
+    for place, (got, right) in enumerate(zip(answers, wanted, strict=True)):
+        if never_fits[place]:
+            assert got.error is not None and got.error[0] == "NeverFits" and not got.token_ids, f"request {place}: {got}"
+            continue
+        if place in aborted and got.finish_reason is FinishReason.ABORT:
+            assert got.token_ids == right.token_ids[: len(got.token_ids)], f"request {place}: {got.token_ids} begins {right}"
+            assert got.terminal_events == 1
+            continue
+        assert_equal([got], [right], f"{schedule.setting}, request {place}")
+        assert got.num_accepted <= got.num_drafted
+
+
+def run(schedule: Schedule, make: Build = build) -> None:
+    """Play a schedule on HashLM and check it; raises what went wrong."""
+    answers = play(schedule, make(schedule.setting), jobs())
+    setting = schedule.setting
+    wanted = [right_answer(setting.num_layers, number) for number in schedule.requests]
+    too_big = [pages_for(limit_of(number), setting.page_size) > setting.num_pages for number in schedule.requests]
+    check(schedule, answers, wanted, too_big)
+
+
+# -- seeds and failures ---------------------------------------------------------------------------------------------------
+
+
+def failure(schedule: Schedule, make: Build = build) -> Exception | None:
+    """What is wrong with a schedule, or None."""
+    try:
+        run(schedule, make)
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is the finding
+        return error
+    return None
+
+
+def run_seed(seed: int, make: Build = build) -> None:
+    """Run the schedule of a seed; a failure is made smaller and told with the line that repeats it."""
+    schedule = draw(random.Random(seed))
+    error = failure(schedule, make)
+    if error is None:
+        return
+    small = shrink(schedule, lambda one: failure(one, make) is not None)
+    again = failure(small, make)
+    raise AssertionError(
+        f"schedule {seed} fails: {type(error).__name__}: {error}\n"
+        f"run it again: python -m tests.fuzz.replay {seed}\n"
+        f"made smaller: {small!r}\n"
+        f"which fails with {type(again).__name__}: {again}"
+    ) from error
+
+
+def shrink(schedule: Schedule, fails: Callable[[Schedule], bool], most_tries: int = 300) -> Schedule:
+    """A smaller schedule that fails too: fewer requests and actions, a simpler setting."""
+    tries = 0
+    progress = True
+    while progress:
+        progress = False
+        for smaller in _smaller(schedule):
+            tries += 1
+            if tries > most_tries:
+                return schedule
+            if fails(smaller):
+                schedule, progress = smaller, True
+                break
+    return schedule
+
+
+def _smaller(schedule: Schedule) -> Iterator[Schedule]:
+    for place in range(len(schedule.requests)):
+        kept = tuple(number for at, number in enumerate(schedule.requests) if at != place)
+        actions = tuple(
+            (what, at - (at > place)) if what in ("add", "abort") else (what, at)
+            for what, at in schedule.actions
+            if not (what in ("add", "abort") and at == place)
+        )
+        if kept:
+            yield Schedule(schedule.setting, kept, actions)
+    for at, (what, _) in enumerate(schedule.actions):
+        if what != "add":
+            yield replace(schedule, actions=schedule.actions[:at] + schedule.actions[at + 1 :])
+    for name, simple in (("drafter", "off"), ("lag", 0), ("num_layers", 1), ("num_seqs", 8), ("num_pages", 256), ("budget", 64)):
+        if getattr(schedule.setting, name) != simple:
+            yield replace(schedule, setting=replace(schedule.setting, **{name: simple}))

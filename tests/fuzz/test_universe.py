@@ -1,0 +1,79 @@
+"""The right answers of the fuzzer are right: the engine's reference cell equals the root oracle over HashLM's own oracle."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from tests.fuzz.universe import CONTEXT, EOS, NAN, NUM_JOBS, TOKENIZER, VOCAB, jobs, right_answer
+from tests.hash_oracle import hidden_states, logits_of
+from tests.oracle import OracleAnswer, generate
+
+PARTS = 6
+PARAMS = (
+    "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens", "stop",
+    "stop_token_ids", "ignore_eos", "logprobs", "logit_bias", "allowed_token_ids",
+)  # fmt: skip
+
+
+class NotFinite(Exception):
+    """The oracle's model was asked for logits behind the token that has none."""
+
+
+def oracle_answer(number: int, num_layers: int) -> tuple[OracleAnswer | None, list[int]]:
+    """The oracle's answer (None: it met logits that are not finite) and the tokens up to there."""
+    job, seen = jobs()[number], [0]
+
+    def logits(tokens: list[int]) -> np.ndarray:
+        seen[:] = tokens
+        if tokens[-1] == NAN:
+            raise NotFinite
+        return np.array(logits_of(hidden_states(tokens, num_layers)[-1], VOCAB, (EOS,), 0.7))
+
+    room = CONTEXT - len(job.prompt)
+    fields = {name: getattr(job.params, name) for name in PARAMS}
+    try:
+        answer = generate(
+            logits,  # type: ignore[arg-type] # it takes a list
+            job.prompt,
+            context_len=CONTEXT,
+            eos=(EOS,),
+            text_of=lambda ids: TOKENIZER.decode(ids, skip_special_tokens=True),
+            seed=job.seed,
+            max_tokens=job.params.max_tokens or room,
+            bad_word_ids=job.bad_word_ids,
+            **fields,
+        )
+    except NotFinite:
+        return None, seen[len(job.prompt) :]
+    return answer, answer.token_ids
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_the_reference_equals_the_oracle(part: int) -> None:
+    for number in range(part, NUM_JOBS, PARTS):
+        num_layers = 1 + number % 2
+        got = right_answer(num_layers, number)
+        wanted, tokens = oracle_answer(number, num_layers)
+        assert got.token_ids == tokens, jobs()[number]
+        if wanted is None:
+            assert got.error is not None and got.error[0] == "NonFiniteLogits", jobs()[number]
+            continue
+        assert got.finish_reason is not None and got.error is None
+        assert (got.finish_reason.value, got.stop_reason) == (wanted.finish_reason, wanted.stop_reason), jobs()[number]
+        for mine, theirs in zip(got.logprobs, wanted.logprobs, strict=True):
+            assert abs(mine.logprob - theirs[0]) < 1e-5
+            assert list(mine.top_ids) == [token for token, _ in theirs[1]]
+
+
+def test_the_universe_ends_in_every_way() -> None:
+    answers = [right_answer(1, number) for number in range(NUM_JOBS)]
+    ends = Counter(
+        "error" if a.error else a.finish_reason.value + ("" if a.stop_reason is None else f" {type(a.stop_reason).__name__}")
+        for a in answers
+        if a.finish_reason is not None
+    )
+    assert set(ends) == {"error", "length", "stop", "stop int", "stop str"}
+    assert min(ends.values()) >= 5, ends
+    assert sum(len(a.token_ids) for a in answers) / NUM_JOBS > 3

@@ -1,0 +1,121 @@
+"""A fixed set of requests that schedules draw from, so that each one's right answer is computed once.
+
+Answers are short and alphabets often tiny: stops, bad words and penalties then bite all the time. The last tokens of the vocabulary
+are special: EOS, and one behind which the model's logits are not finite.
+"""
+
+from __future__ import annotations
+
+import random
+from functools import lru_cache
+
+from tests.engine.harness import Answer, Job, collect
+
+from slipstream.config import EngineConfig
+from slipstream.engine.build import assemble_engine
+from slipstream.models.base import CausalLM
+from slipstream.testing.adversarial import AdversarialExecutor
+from slipstream.testing.byte_tokenizer import ByteTokenizer
+from slipstream.testing.hash_lm import HashAttention, HashLM
+from slipstream.text.detokenize import StopScanner
+from slipstream.types import EngineRequest, SamplingParams
+
+VOCAB = 64
+CONTEXT = 48
+EOS = 62
+NAN = 63
+NUM_JOBS = 300
+TOKENIZER = ByteTokenizer()
+
+
+@lru_cache(maxsize=4)
+def hash_model(num_layers: int) -> HashLM:
+    """The model of a schedule."""
+    return HashLM(VOCAB, CONTEXT, num_layers, eos_token_ids=(EOS,), eos_bias=0.7, nan_token_id=NAN)
+
+
+def stop_text(request: EngineRequest) -> StopScanner:
+    """Stop strings over bytes."""
+    return StopScanner(TOKENIZER, request.params)
+
+
+@lru_cache(maxsize=1)
+def jobs() -> tuple[Job, ...]:
+    """All requests, the same in every run."""
+    rng = random.Random(20240607)
+    return tuple(draw_job(rng) for _ in range(NUM_JOBS))
+
+
+def draw_job(rng: random.Random) -> Job:
+    """One request: prompt, parameters, seed."""
+    alphabet = rng.sample(range(32, 62), rng.choice((4, 6, 10))) if rng.random() < 0.4 else None
+    prompt_len = rng.choice((1, 1, 2, 3, 4, 5, 7, 9, 12, 16, 17, 30, CONTEXT - 3, CONTEXT - 1))
+    prompt = tuple(rng.choice(alphabet) if alphabet and rng.random() < 0.7 else rng.randrange(VOCAB - 2) for _ in range(prompt_len))
+    if rng.random() < 0.02:
+        prompt = (*prompt[:-1], NAN)
+    fields: dict[str, object] = {"max_tokens": None if rng.random() < 0.08 else rng.choice((1, 2, 3, 4, 5, 6, 8, 10, 12))}
+    if alphabet:
+        fields["allowed_token_ids"] = (*alphabet, EOS) if rng.random() < 0.7 else tuple(alphabet)
+    fields["temperature"] = rng.choice((0.0, 0.0, 0.5, 1.0, 1.0, 2.0))
+    _maybe(rng, fields, 0.2, top_k=rng.randint(1, 8), top_p=rng.choice((0.3, 0.8, 0.95)), min_p=rng.choice((0.02, 0.3)))
+    _maybe(
+        rng,
+        fields,
+        0.2,
+        repetition_penalty=rng.choice((0.8, 1.3)),
+        presence_penalty=rng.choice((-1.0, 0.7)),
+        frequency_penalty=rng.choice((-0.5, 1.5)),
+    )
+    _maybe(
+        rng,
+        fields,
+        0.2,
+        stop=tuple(_word(rng, alphabet) for _ in range(rng.randint(1, 3))),
+        stop_token_ids=tuple(rng.sample(alphabet or range(VOCAB), rng.randint(1, 3))),
+        ignore_eos=True,
+        logprobs=rng.randint(0, 3),
+        logit_bias={rng.randrange(VOCAB - 1): rng.choice((-100.0, -3.0, 2.0)) for _ in range(2)},
+    )
+    most = fields["max_tokens"]
+    if rng.random() < 0.25:
+        fields["min_tokens"] = rng.randint(1, most if isinstance(most, int) else 10)
+    bad = tuple(tuple(map(ord, _word(rng, alphabet))) for _ in range(rng.randint(1, 3))) if rng.random() < 0.2 else ()
+    if alphabet and {word[-1] for word in bad}.issuperset(alphabet):
+        bad = ()
+    return Job(prompt, SamplingParams(**fields), rng.randrange(-(2**63), 2**63), bad)  # type: ignore[arg-type]
+
+
+@lru_cache(maxsize=4 * NUM_JOBS)
+def right_answer(num_layers: int, number: int) -> Answer:
+    """What the engine says at lag 0, one request at a time, drafter off. tests/fuzz/test_universe.py holds it against the oracle."""
+    return answer_alone(hash_model(num_layers), jobs()[number], CONTEXT)
+
+
+def answer_alone(model: CausalLM, job: Job, context_len: int) -> Answer:
+    """The reference cell, for any model."""
+    config = EngineConfig(model="in-memory", lag=0, max_num_seqs=1, num_pages=context_len, max_num_batched_tokens=4096, debug=True)
+    engine = assemble_engine(
+        model,
+        config,
+        eos_token_ids=(EOS,),
+        stop_text=stop_text,
+        context_len=context_len,
+        attention=HashAttention() if isinstance(model, HashLM) else None,
+        executor=AdversarialExecutor.factory(0, "eager"),
+    )
+    answers: dict[str, Answer] = {}
+    engine.add(job.request("alone"))
+    while engine.has_work:
+        collect(engine, answers)
+    engine.close()
+    return answers["alone"]
+
+
+def _maybe(rng: random.Random, fields: dict[str, object], chance: float, **values: object) -> None:
+    for name, value in values.items():
+        if rng.random() < chance:
+            fields[name] = value
+
+
+def _word(rng: random.Random, alphabet: list[int] | None) -> str:
+    return "".join(chr(rng.choice(alphabet or range(32, 62))) for _ in range(rng.choice((1, 2, 2, 3))))
