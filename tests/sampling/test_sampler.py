@@ -11,7 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.sampling.sampler import choose, perturbed, process, sample
+from slipstream.sampling.groups import Group
+from slipstream.sampling.sampler import Choice, _choose_exactly, choose, perturbed, process, sample
 from slipstream.sampling.state import RowSampling, SamplingState
 from tests.sampling.oracle import Array, Asked
 from tests.sampling.rows import logits_of, row_of
@@ -256,3 +257,23 @@ def test_threads_change_nothing(asked: Asked) -> None:
         torch.set_num_threads(threads)
     for other in outcomes[1:]:
         assert all(torch.equal(a, b) for a, b in zip(outcomes[0], other, strict=True))
+
+
+@pytest.mark.parametrize("num_columns", [1, 3, 128])
+def test_a_best_token_that_was_not_looked_at_is_found(num_columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With few columns the bound often fails: those chunks, and no others, are done again over the whole vocabulary."""
+    redone: list[int] = []
+
+    def counted(chunk: Group) -> Choice:
+        redone.append(len(chunk.rows))
+        return _choose_exactly(chunk)
+
+    monkeypatch.setattr("slipstream.sampling.sampler.NUM_COLUMNS", num_columns)
+    monkeypatch.setattr("slipstream.sampling.sampler._choose_exactly", counted)
+    vocab_size, num_nodes = 30_011, 40
+    logits = torch.randn(num_nodes, vocab_size, generator=torch.Generator().manual_seed(1)) * 2
+    rows = [Row(Asked(seed=seed), [3]) for seed in range(num_nodes)]
+    step = step_of(rows, [(r, 0) for r in range(num_nodes)], vocab_size)
+    tokens = sample(logits, step.rows, step.nodes)
+    assert torch.equal(tokens, perturbed(logits, step.rows, step.nodes).argmax(1))
+    assert (0 < sum(redone) < num_nodes) if num_columns < 128 else not redone

@@ -154,6 +154,7 @@ class StepResult:
         accept_lens: [rows] int64, 0 to depth + 1, bonus counted.
         non_finite: [rows] int64, index of the first committed token that came from logits that are not finite; -1: none.
         grammar_ends: [rows] int64, committed tokens up to and with the one that closed the row's grammar; -1: not closed.
+        grammar_errors: row -> what went wrong with its grammar.
         logprobs: None when no row asked.
         device_s: seconds the device step took.
     """
@@ -163,5 +164,6 @@ class StepResult:
     accept_lens: IntArray
     non_finite: IntArray
     grammar_ends: IntArray
+    grammar_errors: dict[int, str]
     logprobs: StepLogprobs | None
     device_s: float

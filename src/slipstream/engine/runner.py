@@ -71,7 +71,7 @@ class Runner:
         self.sampling = SamplingState(num_slots + 1, model.vocab_size, eos_token_ids, device)
         self._drafting = Drafting(drafters, self.relay, self.state, self.sampling, kv)
         self._masks = MaskPort(model.vocab_size, device)
-        self._logprobs = RowLogprobs(logprobs_mode, self.sampling)
+        self._logprobs = RowLogprobs(logprobs_mode)
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
@@ -90,8 +90,9 @@ class Runner:
             masks = self._masks.start(plan, sampled)
             hidden, taps = self._forward(plan, index, rows, bases, limits, sampled)
             logits = self.model.logits(hidden.index_select(0, index.sampled))
+            params = self.sampling.rows([part.slot for part in plan.sampled])
             allowed = masks.wait()
-            verdict = verify(logits, sampled, self.sampling.rows([part.slot for part in plan.sampled]), allowed)
+            verdict = verify(logits, sampled, params, allowed)
 
             self._publish(plan, index, rows, bases, verdict)
             self.state.commit(sampled.slots, sampled.base_lens, verdict.tokens, verdict.accept_lens)
@@ -99,17 +100,21 @@ class Runner:
                 self._compact(sampled, verdict)
             who = Rows(sampled.slots, rows.epochs.index_select(0, index.sampled_parts))
             self._drafting.observe(plan, index, who, sampled.base_lens, verdict, taps)
-            logprobs = self._logprobs.of(plan, sampled, logits, verdict, allowed)
+            logprobs = self._logprobs.of(plan, sampled, logits, params, verdict, allowed)
             with declared("the result travels to the host"):
-                return StepResult(
-                    step=plan.step,
-                    tokens=verdict.tokens.numpy(force=True),
-                    accept_lens=verdict.accept_lens.numpy(force=True),
-                    non_finite=verdict.non_finite.numpy(force=True),
-                    grammar_ends=self._masks.commit(plan, verdict),
-                    logprobs=logprobs,
-                    device_s=time.perf_counter() - started,
-                )
+                tokens, accept_lens = verdict.tokens.numpy(force=True), verdict.accept_lens.numpy(force=True)
+                non_finite = verdict.non_finite.numpy(force=True)
+        grammar_ends, errors = self._masks.commit(plan, tokens, accept_lens)
+        return StepResult(
+            step=plan.step,
+            tokens=tokens,
+            accept_lens=accept_lens,
+            non_finite=non_finite,
+            grammar_ends=grammar_ends,
+            grammar_errors=errors,
+            logprobs=logprobs,
+            device_s=time.perf_counter() - started,
+        )
 
     def close(self) -> None:
         """Stop the mask worker."""
@@ -127,6 +132,7 @@ class Runner:
             self.state.admit(admit)
             self.sampling.admit(admit.slot, admit.request, admit.prompt_len)
             self._masks.admit(admit)
+            self._logprobs.admit(admit)
         if plan.admits:
             opened = Rows(upload([admit.slot for admit in plan.admits]), upload([admit.epoch for admit in plan.admits]))
             self.relay.open(opened, upload([admit.computed_len for admit in plan.admits]))

@@ -79,6 +79,9 @@ class Settler:
         if sick >= 0 and ended.finish_reason is None:
             ended = Cut(len(run), FinishReason.ERROR)
             error = ("NonFiniteLogits", NOT_FINITE)
+        elif row in result.grammar_errors and ended.finish_reason is None:
+            ended = Cut(0, FinishReason.ERROR)
+            error = ("EngineError", result.grammar_errors[row])
         kept = tuple(run[: ended.num_tokens])
         request.tokens.extend(kept)
         # The last kept token is the target's own, unless the cut fell inside the drafted part.
