@@ -206,7 +206,7 @@ def test_a_stream_that_the_engine_cuts_off_does_not_look_complete(server: LiveSe
         assert texts(events) == {0: "he"} and error["code"] == code and error["type"] == "server_error"
         assert all(event["usage"] is None for event in events)
         assert refused(route(f"say(hello) {call}"), 500)["code"] == code
-    events, _ = cut_events(server.complete([f"say(hello) {call}", "say(" + "x" * 400 + ") [delay=0.01]"], max_tokens=400, stream=True))
+    cut_events(server.complete([f"say(hello) {call}", "[random] [delay=0.01]"], max_tokens=400, stream=True))
     server.until_idle()  # the other answer of the call is not computed on
 
 

@@ -54,7 +54,7 @@ class Ledger:
     """
 
     def __init__(
-        self, num_slots: int, num_pages: int, page_size: int, first_page: int, order: ReuseOrder = "oldest"
+        self, num_slots: int, num_pages: int, page_size: int, first_page: int, order: ReuseOrder = "newest"
     ) -> None:
         self.page_size = page_size
         self.num_pages = num_pages

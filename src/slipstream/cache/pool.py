@@ -13,13 +13,14 @@ ReuseOrder = Literal["oldest", "newest"]
 class FreeList:
     """Numbers first, first + 1, ... handed out and taken back.
 
-    `order` says which free number is handed out next: the one free for longest, or the most recently freed (which shows
-    reuse that comes too early, so tests use it).
+    `order` says which free number is handed out next: the most recently freed (its memory is warm, and pages that were never
+    needed stay untouched), or the one free for longest.
     """
 
-    def __init__(self, first: int, count: int, order: ReuseOrder = "oldest") -> None:
+    def __init__(self, first: int, count: int, order: ReuseOrder = "newest") -> None:
         self.total = count
-        self._free: deque[int] = deque(range(first, first + count))
+        numbers = range(first, first + count)
+        self._free: deque[int] = deque(reversed(numbers) if order == "newest" else numbers)
         self._is_free = set(self._free)
         self._newest = order == "newest"
 

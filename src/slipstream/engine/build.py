@@ -65,7 +65,7 @@ def assemble_engine(
     attention: AttentionBackend | None = None,
     drafters: Mapping[str, Callable[[Target], Drafter]] | None = None,
     executor: Callable[[Device], Executor] = ThreadExecutor,
-    order: ReuseOrder = "oldest",
+    order: ReuseOrder = "newest",
 ) -> Engine:
     """Build an engine around a model.
 

@@ -46,7 +46,7 @@ class Drafting:
 
     def taps(self, plan: StepPlan) -> tuple[int, ...]:
         """Target layers the drafters of this step want to see, ascending."""
-        names = {part.drafter for part in (*plan.chunks, *plan.rows)}
+        names = {part.drafter for part in plan.parts}
         return tuple(sorted({layer for name in names for layer in self._drafters[name].taps}))
 
     def propose(self, plan: StepPlan, rows: Rows, lengths: Tensor, limits: Tensor) -> tuple[Tensor, Draft]:
@@ -134,10 +134,11 @@ class Drafting:
         hidden = taps.shape[1] // len(layers)
         if wanted != layers:
             taps = torch.cat([taps[:, (at := layers.index(layer)) * hidden : (at + 1) * hidden] for layer in wanted], 1)
-        own = [i for i, part in enumerate((*plan.chunks, *plan.rows)) if part.drafter == name]
+        own = [i for i, part in enumerate(plan.parts) if part.drafter == name]
         if len(own) == len(index.query_lens):
             return taps
-        return torch.cat([part for i, part in enumerate(taps.split(list(index.query_lens))) if i in set(own)])
+        parts = torch.split(taps, list(index.query_lens))
+        return torch.cat([parts[i] for i in own])
 
 
 def _groups(parts: Sequence[Chunk | VerifyRow], also: Sequence[Chunk] = ()) -> dict[str, list[int]]:
@@ -194,12 +195,11 @@ def _merged(groups: list[tuple[Tensor, Tensor, Draft]], num_rows: int, width: in
 
 
 def _select_verdict(verdict: Verdict, rows: Tensor) -> Verdict:
-    pick = lambda value: value.index_select(0, rows)  # noqa: E731
     return Verdict(
-        pick(verdict.tokens),
-        pick(verdict.accept_lens),
-        pick(verdict.path),
-        pick(verdict.bonus_tokens),
-        pick(verdict.new_lengths),
-        pick(verdict.non_finite),
+        tokens=verdict.tokens.index_select(0, rows),
+        accept_lens=verdict.accept_lens.index_select(0, rows),
+        path=verdict.path.index_select(0, rows),
+        bonus_tokens=verdict.bonus_tokens.index_select(0, rows),
+        new_lengths=verdict.new_lengths.index_select(0, rows),
+        non_finite=verdict.non_finite.index_select(0, rows),
     )

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.engine.plan import StepPlan
+from slipstream.engine.plan import IntArray, StepPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,10 @@ class StepIndex:
         node_counts = np.concatenate([np.ones(len(last), dtype=np.int64), row_lens])
         first = np.cumsum(node_counts) - node_counts
         nodes = np.arange(plan.verify_width + 1)
-        put = lambda array: torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64)).to(device)  # noqa: E731
+
+        def put(array: IntArray) -> Tensor:
+            return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64)).to(device)
+
         return cls(
             chunk_slots=put(slots[chunk_of]),
             chunk_positions=put(starts[chunk_of] + place),
@@ -76,7 +79,7 @@ class StepIndex:
         )
 
 
-def _ragged(lens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _ragged(lens: IntArray) -> tuple[IntArray, IntArray]:
     """Owner and place of each element of ragged rows of these lengths."""
     owner = np.repeat(np.arange(len(lens)), lens)
     return owner, np.arange(len(owner)) - np.repeat(np.cumsum(lens) - lens, lens)

@@ -53,6 +53,7 @@ class Answers:
         self._unfinished = set(self._places)
         self._last_news: dict[str, float] = {}
         self._first: list[Delta] | None = None
+        self._error: SlipstreamError | None = None
         self._has_hung_up = False
         self._is_closed = False
         for prompt in prompts:
@@ -104,7 +105,7 @@ class Answers:
         if self._first is not None:
             first, self._first = self._first, None
             return first
-        if not self._unfinished:
+        if not self._unfinished and self._error is None:
             raise StopAsyncIteration
         return await self._next()
 
@@ -138,6 +139,8 @@ class Answers:
             watcher.cancel()
 
     async def _next(self) -> list[Delta]:
+        if self._error is not None:
+            raise self._error
         try:
             news = await anext(self._stream)
         except StopAsyncIteration:
@@ -145,7 +148,7 @@ class Answers:
                 raise ClientGone from None
             raise EngineError("every answer must end with a reason, but got none") from None
         now = time.monotonic()
-        deltas = []
+        deltas: list[Delta] = []
         for output in news:
             assembler, first_place = self._places[output.request_id]
             try:
@@ -155,7 +158,10 @@ class Answers:
             except SlipstreamError as error:
                 self._unfinished.discard(output.request_id)
                 self._metrics.failed(error.code or "error")
-                raise
+                if not deltas:
+                    raise
+                self._error = error  # what came before it is handed out first
+                break
             self._measure(output.request_id, delta, len(output.token_ids), now)
             deltas.append(replace(delta, index=first_place + delta.index) if first_place else delta)
         return deltas
