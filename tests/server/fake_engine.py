@@ -1,15 +1,15 @@
 """An engine without a model, for the real engine process: what it answers is written in the prompt.
 
-    say(TEXT)     the answer is TEXT and EOS; by default "hello world"
-    [run=3]       three tokens a step
-    [delay=0.05]  seconds a step takes, at the least
-    [random]      letters drawn from the request's seed, without EOS; greedy: always the same
-    [abort=2]     the engine aborts the answer by itself after two steps
-    [nan=2]       the answer fails after two steps
-    [boom=2]      the engine fails after two steps
-    [hang]        the answer never begins
-    [freeze=9]    the whole step takes nine seconds
-    [refuse]      refused by the engine before it starts
+say(TEXT)     the answer is TEXT and EOS; by default "hello world"
+[run=3]       three tokens a step
+[delay=0.05]  seconds a step takes, at the least
+[random]      letters drawn from the request's seed, without EOS; greedy: always the same
+[abort=2]     the engine aborts the answer by itself after two steps
+[nan=2]       the answer fails after two steps
+[boom=2]      the engine fails after two steps
+[hang]        the answer never begins
+[freeze=9]    the whole step takes nine seconds
+[refuse]      refused by the engine before it starts
 """
 
 from __future__ import annotations
@@ -25,18 +25,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tests.frontend.engine_double import settled
-
 from slipstream.config import EngineConfig
 from slipstream.engine.stats import EngineStats
 from slipstream.errors import ModelError
 from slipstream.frontend.model_info import ModelInfo
 from slipstream.testing.byte_tokenizer import EOS_ID, ByteTokenizer
 from slipstream.types import EngineOutput, EngineRequest, FinishReason, TokenLogprobs
+from tests.frontend.engine_double import settled
 
 TOKENIZER = ByteTokenizer()
 VOCAB_SIZE = 264  # a few ids more than the tokenizer knows, as models have
-TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
 
 
 class FakeEngine:
@@ -141,11 +142,11 @@ def load_info(config: EngineConfig) -> ModelInfo:
     return ModelInfo(
         name=config.served_model_name or "fake",
         tokenizer=TOKENIZER,
-        chat_template=None if config.model == "fake-base" else TEMPLATE,
+        chat_template=None if "base" in config.model else TEMPLATE,
         vocab_size=VOCAB_SIZE,
         context_len=config.max_model_len or 512,
         eos_token_ids=(EOS_ID,),
-        generation_defaults={"temperature": 0.0} if config.model == "fake-greedy" else {},
+        generation_defaults={"temperature": 0.0} if "greedy" in config.model else {},
     )
 
 

@@ -21,16 +21,43 @@ import psutil
 DEADLINE_S = 60.0  # for anything that is waited for: a slow machine is no failure
 
 
-class LiveServer:
-    """Starts `tests.server.fake_engine` with these settings. Ends what it started, whatever the test did."""
+def gone(pid: int) -> bool:
+    """The process has ended, and is no zombie."""
+    return not psutil.pid_exists(pid)
 
-    def __init__(self, wait: bool = True, **settings: Any) -> None:
+
+def in_thread(call: Callable[[], httpx.Response]) -> tuple[threading.Thread, list[Any]]:
+    """Make a call beside the test; the list gets its response, or the error of the connection."""
+    results: list[Any] = []
+
+    def run() -> None:
+        try:
+            results.append(call())
+        except httpx.HTTPError as error:
+            results.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread, results
+
+
+class LiveServer:
+    """Starts `tests.server.fake_engine` with these settings. Ends what it started, whatever the test did.
+
+    `temporary` is its folder of temporary files; without `wait` it may still be loading.
+    """
+
+    def __init__(self, wait: bool = True, temporary: str | None = None, **settings: Any) -> None:
         settings = {"model": "fake", "port": 0, "drain_timeout_s": 10, **settings}
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.server.fake_engine", json.dumps(settings)],
             stderr=subprocess.PIPE,
             text=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)},
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry),
+                **({"TMPDIR": temporary} if temporary else {}),
+            },
         )
         self.lines: list[str] = []
         self._new_lines: queue.Queue[str | None] = queue.Queue()

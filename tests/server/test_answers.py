@@ -7,6 +7,7 @@ from typing import Any
 
 import openai
 import pytest
+
 from tests.server.events import complete_events, finish_reasons, texts
 from tests.server.fake_engine import EOS_ID, VOCAB_SIZE
 from tests.server.live import DEADLINE_S, LiveServer
@@ -88,8 +89,26 @@ def test_both_names_of_max_tokens(server: LiveServer, name: str) -> None:
 
 
 def test_null_is_the_default(server: LiveServer) -> None:
-    names = ("temperature", "top_p", "top_k", "min_p", "n", "seed", "max_tokens", "stop", "logit_bias", "logprobs", "top_logprobs",
-             "stream", "stream_options", "max_completion_tokens", "response_format", "tools", "best_of", "echo")
+    names = (
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "n",
+        "seed",
+        "max_tokens",
+        "stop",
+        "logit_bias",
+        "logprobs",
+        "top_logprobs",
+        "stream",
+        "stream_options",
+        "max_completion_tokens",
+        "response_format",
+        "tools",
+        "best_of",
+        "echo",
+    )
     assert server.chat("say(ok)", **dict.fromkeys(names)).json()["choices"][0]["message"]["content"] == "ok"
 
 
@@ -140,7 +159,6 @@ def test_stop_strings_of_many_tokens(server: LiveServer, run: int, stream: bool,
     events = complete_events(response)
     assert texts(events) == {0: wanted, 1: wanted} and finish_reasons(events) == {0: "stop", 1: "stop"}
     if wanted == "seven eight ":
-        assert not any("n" in choice["text"].replace("seven", "") for event in events for choice in event["choices"][:0])
         sent = ""
         for event in events:
             sent += event["choices"][0]["text"] if event["choices"][0]["index"] == 0 else ""
@@ -212,6 +230,7 @@ def test_sixteen_at_once(server: LiveServer) -> None:
 @pytest.mark.parametrize("role", ["system", "user", "assistant", "tool"])
 def test_two_spellings_of_a_message(server: LiveServer, role: str) -> None:
     """A16."""
+
     def usage(content: Any) -> Any:
         messages = [{"role": "user", "content": "x"}, {"role": role, "content": content, "tool_call_id": "1"}]
         response = server.http.post("/v1/chat/completions", json={"model": "fake", "messages": messages})
@@ -255,7 +274,9 @@ def test_docs(server: LiveServer) -> None:
 
 def test_metrics(server: LiveServer) -> None:
     server.until_idle()
-    before = {name: server.gauge(name) for name in ("prompt_tokens_total", "generation_tokens_total", "engine_output_tokens_total")}
+    before = {
+        name: server.gauge(name) for name in ("prompt_tokens_total", "generation_tokens_total", "engine_output_tokens_total")
+    }
     stops = server.gauge('request_success_total{finished_reason="stop"}')
     firsts = server.gauge("time_to_first_token_seconds_count")
     gaps = server.gauge("inter_token_latency_seconds_count")

@@ -7,6 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
+
 from tests.server.events import complete_events, cut_events, texts
 from tests.server.fake_engine import VOCAB_SIZE
 from tests.server.live import LiveServer
@@ -29,7 +30,9 @@ def refused(response: httpx.Response, status: int = 400, param: str | None = Non
     return error
 
 
-def post(server: LiveServer, body: str | bytes, path: str = "/v1/completions", content_type: str = "application/json") -> httpx.Response:
+def post(
+    server: LiveServer, body: str | bytes, path: str = "/v1/completions", content_type: str = "application/json"
+) -> httpx.Response:
     return server.http.post(path, content=body, headers={"Content-Type": content_type})
 
 
@@ -43,7 +46,10 @@ def _stays_alive(server: LiveServer) -> Any:
 @pytest.mark.parametrize("field", SAMPLING)
 def test_sampling_numbers(server: LiveServer, field: str, value: str) -> None:
     """A01."""
-    for path, prompt in (("/v1/completions", '"prompt": "x"'), ("/v1/chat/completions", '"messages": [{"role": "user", "content": "x"}]')):
+    for path, prompt in (
+        ("/v1/completions", '"prompt": "x"'),
+        ("/v1/chat/completions", '"messages": [{"role": "user", "content": "x"}]'),
+    ):
         refused(post(server, f'{{"model": "fake", {prompt}, "{field}": {value}}}', path), param=field)
 
 

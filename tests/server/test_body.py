@@ -13,13 +13,20 @@ from slipstream.server.body import parse_json
 
 @pytest.mark.parametrize(
     "data, value",
-    [(b'{"a": [1, 2.5, null, "\\u00e9"]}', {"a": [1, 2.5, None, "é"]}), (b"1e308", 1e308), (b'"\\ud800"', "\ud800"), (b"9" * 30, int("9" * 30))],
+    [
+        (b'{"a": [1, 2.5, null, "\\u00e9"]}', {"a": [1, 2.5, None, "é"]}),
+        (b"1e308", 1e308),
+        (b'"\\ud800"', "\ud800"),
+        (b"9" * 30, int("9" * 30)),
+    ],
 )
 def test_json(data: bytes, value: Any) -> None:
     assert parse_json(data) == value
 
 
-@pytest.mark.parametrize("data", [b"", b"{", b"{'a': 1}", b'{"a": 1}x', b'"\xff"', '{"a": 1}'.encode("utf-16"), b"[" * 100_000, b"9" * 5000])
+@pytest.mark.parametrize(
+    "data", [b"", b"{", b"{'a': 1}", b'{"a": 1}x', b'"\xff"', '{"a": 1}'.encode("utf-16"), b"[" * 100_000, b"9" * 5000]
+)
 def test_what_is_no_json(data: bytes) -> None:
     with pytest.raises(InvalidRequest, match="^the body must be JSON, but "):
         parse_json(data)

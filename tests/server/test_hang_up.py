@@ -7,6 +7,7 @@ import socket
 from typing import Any
 
 import pytest
+
 from tests.server.events import complete_events, texts
 from tests.server.live import DEADLINE_S, LiveServer
 
@@ -44,7 +45,8 @@ def busy(server: LiveServer, running: int, waiting: int = 0) -> None:
 
 def aborts(server: LiveServer) -> float:
     text = server.http.get("/metrics").text
-    return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith('slipstream:request_failure_total{reason="abort"}'))
+    name = 'slipstream:request_failure_total{reason="abort"}'
+    return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(name))
 
 
 @pytest.fixture(autouse=True)
@@ -77,7 +79,7 @@ def test_in_mid_run(server: LiveServer, stream: bool, path: str) -> None:
         call.until(b'"index":1,', 3)
     call.hang_up()
     server.until_idle()
-    assert b"finish_reason\":\"" not in call.received
+    assert b'finish_reason":"' not in call.received
 
 
 def test_while_queued(server: LiveServer) -> None:
@@ -103,7 +105,8 @@ def test_in_the_last_moment(server: LiveServer) -> None:
 
 
 def test_neighbours_and_followers_do_not_notice(server: LiveServer) -> None:
-    with server.http.stream("POST", "/v1/completions", json={"model": "fake", "prompt": "say(still here) [delay=0.03]", "stream": True}) as mine:
+    body = {"model": "fake", "prompt": "say(still here) [delay=0.03]", "stream": True}
+    with server.http.stream("POST", "/v1/completions", json=body) as mine:
         for _ in range(3):
             call = Call(server, "/v1/completions", prompt=LONG, stream=True)
             call.until(b"data: ")

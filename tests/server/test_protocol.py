@@ -59,8 +59,16 @@ def test_prompts_of_no_known_form(prompt: Any) -> None:
     assert (caught.value.param or "").startswith("prompt")
 
 
-@pytest.mark.parametrize("stream, options, wanted", [(True, {}, (True, False)), (True, {"include_usage": True, "x": 1}, (True, True)),
-    (None, None, (False, False)), (True, None, (True, False)), (True, {"include_usage": None}, (True, False))])
+@pytest.mark.parametrize(
+    "stream, options, wanted",
+    [
+        (True, {}, (True, False)),
+        (True, {"include_usage": True, "x": 1}, (True, True)),
+        (None, None, (False, False)),
+        (True, None, (True, False)),
+        (True, {"include_usage": None}, (True, False)),
+    ],
+)
 def test_stream_options(stream: Any, options: Any, wanted: tuple[bool, bool]) -> None:
     call = chat_call({**CHAT, "stream": stream, "stream_options": options})
     assert (call.stream, call.include_usage) == wanted

@@ -15,7 +15,12 @@ PARAMS = SamplingParams(
     temperature=0.5, seed=-5, stop=("a", "ü"), stop_token_ids=(7,), logit_bias={3: -1.5}, logprobs=2, allowed_token_ids=(1, 2)
 )
 TO_ENGINE: list[wire.ToEngine] = [
-    wire.Add((EngineRequest("r#0", (1, 2), PARAMS, -(2**63), ((4, 5),), ("regex", "a+")), EngineRequest("r#1", (), SamplingParams(), 0))),
+    wire.Add(
+        (
+            EngineRequest("r#0", (1, 2), PARAMS, -(2**63), ((4, 5),), ("regex", "a+")),
+            EngineRequest("r#1", (), SamplingParams(), 0),
+        )
+    ),
     wire.Abort(("r#0", "")),
     wire.GetStats(2**40),
     wire.Stop(),
@@ -26,7 +31,9 @@ TO_FRONT: list[wire.ToFront] = [
     wire.Ready("llama", "float32", 135_000_000, 2048, 17),
     wire.Outputs(
         (
-            EngineOutput("r#0", (1, 2), (TokenLogprobs(1, -0.5, (1, 2), (-0.5, -1e30)), TokenLogprobs(2, 0.0)), num_prompt_tokens=3),
+            EngineOutput(
+                "r#0", (1, 2), (TokenLogprobs(1, -0.5, (1, 2), (-0.5, -1e30)), TokenLogprobs(2, 0.0)), num_prompt_tokens=3
+            ),
             EngineOutput("r#1", (), None, FinishReason.STOP, "ü", num_drafted=4, num_accepted=2),
             EngineOutput("r#2", (9,), None, FinishReason.STOP, 9),
             EngineOutput("r#3", finish_reason=FinishReason.ERROR, error=("NonFiniteLogits", "the model ...")),
@@ -48,7 +55,14 @@ def test_to_the_front(message: wire.ToFront) -> None:
 
 
 @pytest.mark.parametrize(
-    "data", [b"", b"\x80", pickle.dumps(wire.Stop), msgspec.msgpack.encode({"type": "unknown"}), wire.encode(wire.Ready("a", "b", 1, 2, 3))]
+    "data",
+    [
+        b"",
+        b"\x80",
+        pickle.dumps(wire.Stop),
+        msgspec.msgpack.encode({"type": "unknown"}),
+        wire.encode(wire.Ready("a", "b", 1, 2, 3)),
+    ],
 )
 def test_what_is_not_declared_does_not_decode(data: bytes) -> None:
     with pytest.raises(msgspec.DecodeError):

@@ -73,6 +73,12 @@ def test_frequency_factors_carry_llama3_scaling(tmp_path: Path) -> None:
     assert_equal_to(reference, write(reference, tmp_path / "m.gguf", extra={"rope_freqs.weight": factors}))
 
 
+@pytest.mark.parametrize("factors", [[1.0] * 7, [1.0] * 7 + [0.0], [1.0] * 7 + [float("nan")]])
+def test_nonsense_frequency_factors_are_refused(factors: list[float], tmp_path: Path) -> None:
+    extra = {"rope_freqs.weight": np.array(factors, np.float32)}
+    refused(write(model(), tmp_path / "m.gguf", extra=extra), "rope frequency factors")
+
+
 def test_linear_scaling(tmp_path: Path) -> None:
     reference = model(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0})
     metadata = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 2.0}

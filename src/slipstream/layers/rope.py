@@ -17,7 +17,7 @@ class RopeSpec:
         factor: how much longer the context became; 1 without scaling.
         original_context_len: positions the model knew before scaling.
         low_freq_factor, high_freq_factor: llama3: frequencies between them are interpolated.
-        frequency_factors: divisors, one for each pair of dimensions, where a file lists them itself; else empty.
+        frequency_factors: divisors, one for each pair of dimensions, where a file lists them itself; applied before `kind`.
     """
 
     theta: float = 10000.0

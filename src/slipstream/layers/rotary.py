@@ -23,7 +23,9 @@ def inverse_frequencies(spec: RopeSpec, dim: int) -> Tensor:
     if spec.frequency_factors:
         if len(spec.frequency_factors) != dim // 2:
             raise ModelError(f"rope frequency factors must number {dim // 2}, but got {len(spec.frequency_factors)}")
-        return inverse / torch.tensor(spec.frequency_factors, dtype=torch.float32)
+        if not all(0 < factor < math.inf for factor in spec.frequency_factors):
+            raise ModelError("rope frequency factors must be finite and above 0, but some are not")
+        inverse = inverse / torch.tensor(spec.frequency_factors, dtype=torch.float32)
     if spec.kind == "default":
         return inverse
     if spec.kind == "linear":

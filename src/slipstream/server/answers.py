@@ -1,6 +1,6 @@
 """The answers to one call: several prompts, `n` answers each, as one stream of deltas.
 
-    choice index = prompt's place * n + answer's place
+choice index = prompt's place * n + answer's place
 """
 
 from __future__ import annotations

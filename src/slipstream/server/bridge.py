@@ -37,7 +37,7 @@ from slipstream.types import EngineOutput, EngineRequest
 ENGINE_FACTORY = "slipstream.engine.build:build_engine"
 MAX_SOCKET_PATH = 100  # the system's limit is 104 to 108 bytes
 LAST_WORDS_S = 0.3  # how long messages of a process that has ended are waited for
-STOP_S = 5.0  # how long the process may take to stop
+STOP_S = 2.0  # how long the process may take to stop
 PING_S = 1.0
 MAX_PINGS = 10  # without an answer: a loop that was stuck need not find thousands of them
 

@@ -1,8 +1,8 @@
 """Is it alive, does it take work, what has it done: /health, /ready and /metrics. No key is asked for here.
 
-    /health   200 while the engine process lives and, where it has work, makes progress; also while loading and draining.
-              503 once it has made none for --stall-timeout-s: restart it.
-    /ready    200 while new requests are taken, else 503 with the phase and, while loading, how far it is.
+/health   200 while the engine process lives and, where it has work, makes progress; also while loading and draining.
+          503 once it has made none for --stall-timeout-s: restart it.
+/ready    200 while new requests are taken, else 503 with the phase and, while loading, how far it is.
 """
 
 from __future__ import annotations

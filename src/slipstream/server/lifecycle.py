@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import socket
 import time
@@ -144,8 +145,9 @@ def _bind(host: str, port: int) -> Iterator[socket.socket]:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         listener = socket.create_server(address, family=family, backlog=2048)
     except OSError as error:
+        problem = error.strerror if isinstance(error, socket.gaierror) else os.strerror(error.errno or 0)
         raise ConfigError(
-            f"host and port must be free to listen on, but got {host}:{port}: {error.strerror or error}",
+            f"host and port must be free to listen on, but got {host}:{port}: {problem}",
             hint="--port takes another one, 0 a free one",
         ) from None
     with listener:

@@ -44,9 +44,7 @@ def openai_routes(serving: Serving) -> APIRouter:
         serving.check_model(call.model)
         frontend = serving.frontend
         params = frontend.sampling_params(call.sampling, {"max_tokens": None})  # a reply may be as long as the context
-        prompt = frontend.chat_prompt(
-            call.messages, call.add_generation_prompt, template_kwargs=call.template_kwargs
-        )
+        prompt = frontend.chat_prompt(call.messages, call.add_generation_prompt, template_kwargs=call.template_kwargs)
         return await _answer(serving, request, call, (prompt,), params, ChatShape, new_id("chatcmpl"), arrived)
 
     @router.get("/models", response_model=None)

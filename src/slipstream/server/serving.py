@@ -1,7 +1,7 @@
 """What is served, and whether it takes work: the state behind every route.
 
-    LOADING ──► READY ──► DRAINING
-        └─────────┴───────────┴────► (the engine process has gone: the server prints why and exits)
+LOADING ──► READY ──► DRAINING
+    └─────────┴───────────┴────► (the engine process has gone: the server prints why and exits)
 """
 
 from __future__ import annotations

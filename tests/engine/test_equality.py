@@ -1,0 +1,150 @@
+"""The same tokens whatever the path: every cell against the engine at lag 0, one request at a time, drafter off.
+
+HashLM makes one wrong page, position, mask or relay row visible at once; the real model in float64 shows that nothing rests on
+HashLM's integers.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+import slipstream.testing.toy_grammar  # noqa: F401 - makes the kind "digits" known
+from slipstream.speculate.off import Off
+from slipstream.testing import drafters as d
+from slipstream.testing.hash_lm import HashLM
+from slipstream.testing.relaying import relaying
+from slipstream.testing.tiny import tiny_model
+from slipstream.types import SamplingParams
+from tests.engine.harness import EOS, DrafterFactory, Job, assert_equal, reference, run
+
+DRAFTERS: dict[str, DrafterFactory] = {
+    "off": lambda target: Off(),
+    "self_chain": d.self_chain(3),
+    "self_tree": d.self_tree(3),
+    "rand": d.rand_chain(3, beyond=9),
+    "rand_tree": d.rand_tree(7),
+    "partial": d.partial(7, siblings=2),
+}
+CELLS = [
+    pytest.param(lag, page_size, chunk, batch, name, id=f"lag{lag}-page{page_size}-chunk{chunk}-batch{batch}-{name}")
+    for lag, page_size, chunk, batch, name in itertools.product((0, 1), (1, 16), (64, 2048), (1, 8), DRAFTERS)
+]
+
+
+def params(max_tokens: int = 24, **more: object) -> SamplingParams:
+    return SamplingParams(**{"temperature": 0.0, "max_tokens": max_tokens, **more})  # type: ignore[arg-type]
+
+
+def prompt(number: int, length: int) -> tuple[int, ...]:
+    return tuple((number * 31 + place * place * 7) % 60 for place in range(length))
+
+
+GREEDY_AND_SEEDED = [
+    Job(prompt(1, 5), params()),
+    Job(prompt(2, 130), params(40)),
+    Job(prompt(3, 1), params(temperature=1.0), seed=7),
+    Job(prompt(4, 40), params(30, temperature=0.7, top_p=0.9, top_k=20), seed=-3),
+    Job(prompt(5, 17), params(1)),
+    Job(prompt(6, 64), params(50, temperature=1.3, min_p=0.02, ignore_eos=True), seed=2**40),
+    Job(prompt(7, 3), params(9, logprobs=3)),
+    Job(prompt(8, 16), params(16, temperature=1.0, logprobs=0), seed=11),
+]
+
+EACH_PARAMETER = {
+    "temperature": params(temperature=1.7),
+    "top_k": params(temperature=1.0, top_k=3),
+    "top_p": params(temperature=1.0, top_p=0.6),
+    "min_p": params(temperature=1.0, min_p=0.2),
+    "repetition_penalty": params(repetition_penalty=1.3),
+    "presence_penalty": params(presence_penalty=1.0, temperature=0.5),
+    "frequency_penalty": params(frequency_penalty=1.0),
+    "all penalties": params(repetition_penalty=1.2, presence_penalty=-0.5, frequency_penalty=0.7, temperature=1.0),
+    "logit_bias": params(logit_bias={5: 6.0, 9: -100.0}),
+    "allowed_token_ids": params(allowed_token_ids=tuple(range(10, 20))),
+    "min_tokens": params(min_tokens=8, stop_token_ids=tuple(range(0, 40, 2))),
+    "stop": params(40, stop=("A", "7!", "b")),
+    "stop kept": params(40, stop=("A", "7!", "b"), include_stop_str_in_output=True),
+    "stop_token_ids": params(40, stop_token_ids=(1, 2, 9, 30)),
+    "ignore_eos": params(40, ignore_eos=True),
+    "logprobs": params(temperature=1.0, logprobs=5),
+    "everything": params(
+        40, temperature=0.9, top_k=30, top_p=0.95, min_p=0.01, repetition_penalty=1.1, presence_penalty=0.3, frequency_penalty=0.2,
+        logit_bias={7: 1.5}, min_tokens=5, stop=("zz",), stop_token_ids=(4,), logprobs=2,
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def hash_lm() -> HashLM:
+    return HashLM(vocab_size=64, context_len=512, eos_token_ids=(EOS,), eos_bias=0.5)
+
+
+@pytest.fixture(scope="module")
+def wanted(hash_lm: HashLM) -> list[object]:
+    return reference(hash_lm, GREEDY_AND_SEEDED)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("lag, page_size, chunk, batch, name", CELLS)
+def test_every_cell_on_hash_lm(hash_lm: HashLM, wanted: list, lag: int, page_size: int, chunk: int, batch: int, name: str) -> None:  # type: ignore[type-arg]
+    got = run(
+        hash_lm, GREEDY_AND_SEEDED, lag=lag, page_size=page_size, chunk=chunk, batch=batch, drafters={name: DRAFTERS[name]}
+    )
+    assert_equal(got, wanted, (lag, page_size, chunk, batch, name))
+    if name.startswith("self"):
+        assert sum(a.num_accepted for a in got) > 0.9 * sum(len(a.token_ids) for a in got) * 0.6, "SELF must be accepted"
+    if name == "off":
+        assert all(a.num_drafted == 0 for a in got)
+
+
+@pytest.mark.parametrize("parameter", EACH_PARAMETER)
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("name", ["off", "self_chain", "self_tree", "rand", "partial"])
+def test_each_sampling_parameter(hash_lm: HashLM, parameter: str, lag: int, name: str) -> None:
+    jobs = [Job(prompt(n, 3 + 9 * n), EACH_PARAMETER[parameter], seed=n, bad_word_ids=((n,), (4, 5), (9, 9, 9))) for n in range(4)]
+    got = run(hash_lm, jobs, lag=lag, chunk=24, drafters={name: DRAFTERS[name]})
+    assert_equal(got, reference(hash_lm, jobs), (parameter, lag, name))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("lag, page_size", [(0, 16), (1, 1), (1, 16)])
+def test_a_real_model_in_float64(family: str, name: str, lag: int, page_size: int) -> None:
+    model = tiny_model(family)
+    assert model.dtype == torch.float64
+    jobs = [
+        Job(prompt(1, 5), params(20)),
+        Job(prompt(2, 70), params(20, temperature=0.8, top_p=0.9), seed=5),
+        Job(prompt(3, 33), params(12, frequency_penalty=1.0, logprobs=2)),
+    ]
+    got = run(model, jobs, lag=lag, page_size=page_size, chunk=32, drafters={name: DRAFTERS[name]})
+    assert_equal(got, reference(model, jobs), (family, name, lag, page_size))
+
+
+@pytest.mark.parametrize("k", [1, 3, 7])
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("steps", [0, 3])
+def test_a_drafter_gets_back_exactly_what_it_relayed(hash_lm: HashLM, wanted: list, k: int, lag: int, steps: int) -> None:  # type: ignore[type-arg]
+    """topk_p, topk_index, hidden_states and draft_probs, in both shapes; the drafter itself checks them."""
+    drafter = relaying(d.partial(k), k, probs_steps=steps)
+    assert_equal(run(hash_lm, GREEDY_AND_SEEDED, lag=lag, chunk=64, drafters={"relaying": drafter}), wanted, (k, lag, steps))
+
+
+@pytest.mark.parametrize("name", ["off", "rand", "rand_tree", "self_chain"])
+@pytest.mark.parametrize("lag", [0, 1])
+def test_a_grammar_through_the_mask_port(hash_lm: HashLM, lag: int, name: str) -> None:
+    """Digits, then the end: in one batch with plain rows, closing inside a run or not."""
+    jobs = [
+        Job(prompt(1, 5), params(30, temperature=1.0), seed=1, grammar=("digits", "10-19:3")),
+        Job(prompt(2, 40), params(30), grammar=("digits", "20-22:9")),
+        *GREEDY_AND_SEEDED[:3],
+        Job(prompt(3, 9), params(4, temperature=1.0), seed=2, grammar=("digits", "10-19:63")),
+    ]
+    got = run(hash_lm, jobs, lag=lag, chunk=24, drafters={name: DRAFTERS[name]})
+    assert_equal(got, reference(hash_lm, jobs), (lag, name))
+    for answer, digits, end in ((got[0], range(10, 20), 3), (got[1], range(20, 23), 9), (got[5], range(10, 20), 63)):
+        assert answer.error is None and set(answer.token_ids) <= {*digits, end}
+        assert end not in answer.token_ids[:-1]
+        assert (answer.token_ids[-1] == end) == (answer.finish_reason == "stop")
