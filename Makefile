@@ -11,7 +11,7 @@ help:
 	@sed -n '1,/^$$/s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
 
 serve:
-	@PYTHON="$(PYTHON)" MODEL="$(MODEL)" bash "$(CURDIR)/scripts/serve" $(ARGS)
+	@PYTHON="$(PYTHON)" MODEL="$(MODEL)" exec bash "$(CURDIR)/scripts/serve" $(ARGS)
 
 test:
 	@PYTHON="$(PYTHON)" bash "$(CURDIR)/scripts/install" dev

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from slipstream.config import EngineConfig
 from slipstream.frontend.model_info import ModelInfo
 from slipstream.testing.byte_tokenizer import EOS_ID, ByteTokenizer
 from slipstream.types import EngineOutput, EngineRequest, FinishReason
@@ -21,6 +22,7 @@ class EchoEngine:
 
     def __init__(self, on_step: Callable[[int], None] = lambda steps: None) -> None:
         self.requests: list[EngineRequest] = []
+        self.config: EngineConfig | None = None
         self.aborted: list[str] = []
         self.is_closed = False
         self._on_step = on_step

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from slipstream.cli.main import main
+from slipstream.config import EngineConfig
 from tests.cli.conftest import Install
 from tests.cli.echo_engine import EchoEngine
 
@@ -73,6 +74,17 @@ def test_sampling_flags_reach_the_engine_over_the_models_defaults(install: Insta
     assert main(["run", "m", "a", "--temperature", "0"]) == 0
     assert engine.requests[-1].params.temperature == 0.0
     assert engine.requests[-1].params.max_tokens == 256 - len("u:a;")  # up to the context
+
+
+def test_settings_reach_the_engine_from_flags_and_variables(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = install()
+    monkeypatch.setenv("SLIPSTREAM_PAGE_SIZE", "4")
+    monkeypatch.setenv("SLIPSTREAM_MODEL", "other")
+    assert main(["run", "m", "a", "--lag", "0"]) == 0
+    assert engine.config == EngineConfig(model="m", lag=0, page_size=4)
+    type_in(monkeypatch, "a\n")
+    assert main(["chat"]) == 0
+    assert engine.config == EngineConfig(model="other", page_size=4)
 
 
 def test_a_bad_sampling_parameter_exits_2(install: Install, capsys: pytest.CaptureFixture[str]) -> None:

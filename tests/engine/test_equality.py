@@ -7,6 +7,7 @@ HashLM's integers.
 from __future__ import annotations
 
 import itertools
+from functools import cache
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from slipstream.testing.hash_lm import HashLM
 from slipstream.testing.relaying import relaying
 from slipstream.testing.tiny import tiny_model
 from slipstream.types import SamplingParams
-from tests.engine.harness import EOS, DrafterFactory, Job, assert_equal, reference, run
+from tests.engine.harness import EOS, Answer, DrafterFactory, Job, assert_equal, reference, run
 
 DRAFTERS: dict[str, DrafterFactory] = {
     "off": lambda target: Off(),
@@ -77,35 +78,49 @@ EACH_PARAMETER = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def hash_lm() -> HashLM:
-    return HashLM(vocab_size=64, context_len=512, eos_token_ids=(EOS,), eos_bias=0.5)
+HASH_LM = HashLM(vocab_size=64, context_len=512, eos_token_ids=(EOS,), eos_bias=0.5)
 
 
 @pytest.fixture(scope="module")
-def wanted(hash_lm: HashLM) -> list[object]:
-    return reference(hash_lm, GREEDY_AND_SEEDED)  # type: ignore[return-value]
+def wanted() -> list[Answer]:
+    return reference(HASH_LM, GREEDY_AND_SEEDED)
 
 
 @pytest.mark.parametrize("lag, page_size, chunk, batch, name", CELLS)
-def test_every_cell_on_hash_lm(hash_lm: HashLM, wanted: list, lag: int, page_size: int, chunk: int, batch: int, name: str) -> None:  # type: ignore[type-arg]
-    got = run(
-        hash_lm, GREEDY_AND_SEEDED, lag=lag, page_size=page_size, chunk=chunk, batch=batch, drafters={name: DRAFTERS[name]}
-    )
+def test_every_cell_on_hash_lm(wanted: list[Answer], lag: int, page_size: int, chunk: int, batch: int, name: str) -> None:
+    cell = {"lag": lag, "page_size": page_size, "chunk": chunk, "batch": batch}
+    got = run(HASH_LM, GREEDY_AND_SEEDED, drafters={name: DRAFTERS[name]}, **cell)
     assert_equal(got, wanted, (lag, page_size, chunk, batch, name))
     if name.startswith("self"):
-        assert sum(a.num_accepted for a in got) > 0.9 * sum(len(a.token_ids) for a in got) * 0.6, "SELF must be accepted"
+        assert sum(a.num_accepted for a in got) > 0.5 * sum(len(a.token_ids) for a in got), "SELF must be accepted"
     if name == "off":
         assert all(a.num_drafted == 0 for a in got)
+
+
+@cache
+def wanted_with(parameter: str) -> tuple[list[Job], list[Answer]]:
+    words = ((4, 5), (9, 9, 9))
+    jobs = [Job(prompt(n, 3 + 9 * n), EACH_PARAMETER[parameter], seed=n, bad_word_ids=((n,), *words)) for n in range(4)]
+    return jobs, reference(HASH_LM, jobs)
+
+
+@cache
+def wanted_of(family: str) -> tuple[list[Job], list[Answer]]:
+    jobs = [
+        Job(prompt(1, 5), params(20)),
+        Job(prompt(2, 70), params(20, temperature=0.8, top_p=0.9), seed=5),
+        Job(prompt(3, 33), params(12, frequency_penalty=1.0, logprobs=2)),
+    ]
+    return jobs, reference(tiny_model(family), jobs)
 
 
 @pytest.mark.parametrize("parameter", EACH_PARAMETER)
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("name", ["off", "self_chain", "self_tree", "rand", "partial"])
-def test_each_sampling_parameter(hash_lm: HashLM, parameter: str, lag: int, name: str) -> None:
-    jobs = [Job(prompt(n, 3 + 9 * n), EACH_PARAMETER[parameter], seed=n, bad_word_ids=((n,), (4, 5), (9, 9, 9))) for n in range(4)]
-    got = run(hash_lm, jobs, lag=lag, chunk=24, drafters={name: DRAFTERS[name]})
-    assert_equal(got, reference(hash_lm, jobs), (parameter, lag, name))
+def test_each_sampling_parameter(parameter: str, lag: int, name: str) -> None:
+    jobs, wanted = wanted_with(parameter)
+    got = run(HASH_LM, jobs, lag=lag, chunk=24, drafters={name: DRAFTERS[name]})
+    assert_equal(got, wanted, (parameter, lag, name))
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
@@ -114,27 +129,23 @@ def test_each_sampling_parameter(hash_lm: HashLM, parameter: str, lag: int, name
 def test_a_real_model_in_float64(family: str, name: str, lag: int, page_size: int) -> None:
     model = tiny_model(family)
     assert model.dtype == torch.float64
-    jobs = [
-        Job(prompt(1, 5), params(20)),
-        Job(prompt(2, 70), params(20, temperature=0.8, top_p=0.9), seed=5),
-        Job(prompt(3, 33), params(12, frequency_penalty=1.0, logprobs=2)),
-    ]
+    jobs, wanted = wanted_of(family)
     got = run(model, jobs, lag=lag, page_size=page_size, chunk=32, drafters={name: DRAFTERS[name]})
-    assert_equal(got, reference(model, jobs), (family, name, lag, page_size))
+    assert_equal(got, wanted, (family, name, lag, page_size))
 
 
 @pytest.mark.parametrize("k", [1, 3, 7])
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("steps", [0, 3])
-def test_a_drafter_gets_back_exactly_what_it_relayed(hash_lm: HashLM, wanted: list, k: int, lag: int, steps: int) -> None:  # type: ignore[type-arg]
+def test_a_drafter_gets_back_exactly_what_it_relayed(wanted: list[Answer], k: int, lag: int, steps: int) -> None:
     """topk_p, topk_index, hidden_states and draft_probs, in both shapes; the drafter itself checks them."""
     drafter = relaying(d.partial(k), k, probs_steps=steps)
-    assert_equal(run(hash_lm, GREEDY_AND_SEEDED, lag=lag, chunk=64, drafters={"relaying": drafter}), wanted, (k, lag, steps))
+    assert_equal(run(HASH_LM, GREEDY_AND_SEEDED, lag=lag, chunk=64, drafters={"relaying": drafter}), wanted, (k, lag, steps))
 
 
 @pytest.mark.parametrize("name", ["off", "rand", "rand_tree", "self_chain"])
 @pytest.mark.parametrize("lag", [0, 1])
-def test_a_grammar_through_the_mask_port(hash_lm: HashLM, lag: int, name: str) -> None:
+def test_a_grammar_through_the_mask_port(lag: int, name: str) -> None:
     """Digits, then the end: in one batch with plain rows, closing inside a run or not."""
     jobs = [
         Job(prompt(1, 5), params(30, temperature=1.0), seed=1, grammar=("digits", "10-19:3")),
@@ -142,8 +153,8 @@ def test_a_grammar_through_the_mask_port(hash_lm: HashLM, lag: int, name: str) -
         *GREEDY_AND_SEEDED[:3],
         Job(prompt(3, 9), params(4, temperature=1.0), seed=2, grammar=("digits", "10-19:63")),
     ]
-    got = run(hash_lm, jobs, lag=lag, chunk=24, drafters={name: DRAFTERS[name]})
-    assert_equal(got, reference(hash_lm, jobs), (lag, name))
+    got = run(HASH_LM, jobs, lag=lag, chunk=24, drafters={name: DRAFTERS[name]})
+    assert_equal(got, reference(HASH_LM, jobs), (lag, name))
     for answer, digits, end in ((got[0], range(10, 20), 3), (got[1], range(20, 23), 9), (got[5], range(10, 20), 63)):
         assert answer.error is None and set(answer.token_ids) <= {*digits, end}
         assert end not in answer.token_ids[:-1]

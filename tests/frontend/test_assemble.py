@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.frontend.engine_double import settled
-from tests.text.test_stops import naive_held, naive_match
-from tests.text.vocabularies import END, EOS, FakeTokenizer, byte_level
 
 from slipstream.errors import EngineError, InvariantBroken, NonFiniteLogits
 from slipstream.frontend.assemble import Assembler, Delta
 from slipstream.frontend.model_info import ModelInfo
 from slipstream.frontend.prepare import Frontend, Prepared
 from slipstream.types import CompletionOutput, EngineOutput, FinishReason, SamplingParams
+from tests.frontend.engine_double import settled
+from tests.text.test_stops import naive_held, naive_match
+from tests.text.vocabularies import END, EOS, FakeTokenizer, byte_level
 
 PIECES = [b"ab", b"ba", b"abc", b"\xc3\xa9a", b"b\xc3", b"\xa9b", b"nine", b" ten", b" ele"]
 TOKENIZER = FakeTokenizer(PIECES)

@@ -11,13 +11,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from tests.frontend.engine_double import settled
-from tests.text.vocabularies import END, EOS, FakeTokenizer
 
 from slipstream.errors import ConfigError, ContextLengthExceeded, EngineDead, InvalidParameter, InvalidRequest, NonFiniteLogits
 from slipstream.frontend.model_info import ModelInfo
 from slipstream.llm import LLM
 from slipstream.types import EngineOutput, EngineRequest, FinishReason, SamplingParams
+from tests.frontend.engine_double import settled
+from tests.text.vocabularies import END, EOS, FakeTokenizer
 
 TOKENIZER = FakeTokenizer()
 TEMPLATE = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}{% if add_generation_prompt %}>{% endif %}"

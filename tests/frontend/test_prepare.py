@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tests.text.vocabularies import BOS, END, EOS, FakeTokenizer, byte_level, sentence_piece
 
 from slipstream.errors import ContextLengthExceeded, InvalidParameter, InvalidRequest
 from slipstream.frontend.model_info import ModelInfo
@@ -13,6 +12,7 @@ from slipstream.frontend.prepare import Frontend
 from slipstream.seeds import seed_i, splitmix64
 from slipstream.text.tokenizer import Tokenizer
 from slipstream.types import SamplingParams
+from tests.text.vocabularies import BOS, END, EOS, FakeTokenizer, byte_level, sentence_piece
 
 CONTEXT = 32
 TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"

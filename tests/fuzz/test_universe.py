@@ -6,7 +6,8 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from tests.fuzz.universe import CONTEXT, EOS, NAN, NUM_JOBS, TOKENIZER, VOCAB, jobs, right_answer
+
+from tests.fuzz.universe import CONTEXT, DIGITS, EOS, NAN, NUM_JOBS, TOKENIZER, VOCAB, jobs, right_answer
 from tests.hash_oracle import hidden_states, logits_of
 from tests.oracle import OracleAnswer, generate
 
@@ -24,12 +25,18 @@ class NotFinite(Exception):
 def oracle_answer(number: int, num_layers: int) -> tuple[OracleAnswer | None, list[int]]:
     """The oracle's answer (None: it met logits that are not finite) and the tokens up to there."""
     job, seen = jobs()[number], [0]
+    end = EOS if job.grammar is None else int(job.grammar[1].partition(":")[2])
 
     def logits(tokens: list[int]) -> np.ndarray:
         seen[:] = tokens
         if tokens[-1] == NAN:
             raise NotFinite
-        return np.array(logits_of(hidden_states(tokens, num_layers)[-1], VOCAB, (EOS,), 0.7))
+        logits = np.array(logits_of(hidden_states(tokens, num_layers)[-1], VOCAB, (EOS,), 0.7))
+        if job.grammar is not None:
+            digits = list(range(DIGITS[0], DIGITS[1] + 1))
+            allowed = digits if len(tokens) == len(job.prompt) else [*digits, end]
+            logits[[token for token in range(VOCAB) if token not in allowed]] = -np.inf
+        return logits
 
     room = CONTEXT - len(job.prompt)
     fields = {name: getattr(job.params, name) for name in PARAMS}
@@ -38,7 +45,7 @@ def oracle_answer(number: int, num_layers: int) -> tuple[OracleAnswer | None, li
             logits,  # type: ignore[arg-type] # it takes a list
             job.prompt,
             context_len=CONTEXT,
-            eos=(EOS,),
+            eos=(EOS, end),
             text_of=lambda ids: TOKENIZER.decode(ids, skip_special_tokens=True),
             seed=job.seed,
             max_tokens=job.params.max_tokens or room,

@@ -9,22 +9,23 @@ from __future__ import annotations
 import random
 from functools import lru_cache
 
-from tests.engine.harness import Answer, Job, collect
-
 from slipstream.config import EngineConfig
 from slipstream.engine.build import assemble_engine
 from slipstream.models.base import CausalLM
+from slipstream.testing import toy_grammar  # noqa: F401 - importing it makes the kind "digits" known
 from slipstream.testing.adversarial import AdversarialExecutor
 from slipstream.testing.byte_tokenizer import ByteTokenizer
 from slipstream.testing.hash_lm import HashAttention, HashLM
 from slipstream.text.detokenize import StopScanner
 from slipstream.types import EngineRequest, SamplingParams
+from tests.engine.harness import Answer, Job, collect
 
 VOCAB = 64
-CONTEXT = 48
+CONTEXT = 32
 EOS = 62
 NAN = 63
 NUM_JOBS = 300
+DIGITS = (32, 37)  # ids of the toy grammar's digits
 TOKENIZER = ByteTokenizer()
 
 
@@ -48,12 +49,14 @@ def jobs() -> tuple[Job, ...]:
 
 def draw_job(rng: random.Random) -> Job:
     """One request: prompt, parameters, seed."""
+    if rng.random() < 0.08:
+        return draw_constrained_job(rng)
     alphabet = rng.sample(range(32, 62), rng.choice((4, 6, 10))) if rng.random() < 0.4 else None
-    prompt_len = rng.choice((1, 1, 2, 3, 4, 5, 7, 9, 12, 16, 17, 30, CONTEXT - 3, CONTEXT - 1))
+    prompt_len = rng.choice((1, 1, 2, 2, 3, 4, 5, 6, 7, 8, 9, 12, 17, CONTEXT - 3, CONTEXT - 1))
     prompt = tuple(rng.choice(alphabet) if alphabet and rng.random() < 0.7 else rng.randrange(VOCAB - 2) for _ in range(prompt_len))
     if rng.random() < 0.02:
         prompt = (*prompt[:-1], NAN)
-    fields: dict[str, object] = {"max_tokens": None if rng.random() < 0.08 else rng.choice((1, 2, 3, 4, 5, 6, 8, 10, 12))}
+    fields: dict[str, object] = {"max_tokens": None if rng.random() < 0.05 else rng.choice((1, 2, 2, 3, 3, 4, 4, 5, 6, 8, 10))}
     if alphabet:
         fields["allowed_token_ids"] = (*alphabet, EOS) if rng.random() < 0.7 else tuple(alphabet)
     fields["temperature"] = rng.choice((0.0, 0.0, 0.5, 1.0, 1.0, 2.0))
@@ -70,12 +73,13 @@ def draw_job(rng: random.Random) -> Job:
         rng,
         fields,
         0.2,
-        stop=tuple(_word(rng, alphabet) for _ in range(rng.randint(1, 3))),
         stop_token_ids=tuple(rng.sample(alphabet or range(VOCAB), rng.randint(1, 3))),
         ignore_eos=True,
         logprobs=rng.randint(0, 3),
         logit_bias={rng.randrange(VOCAB - 1): rng.choice((-100.0, -3.0, 2.0)) for _ in range(2)},
     )
+    if rng.random() < (0.5 if alphabet else 0.1):
+        fields["stop"] = tuple(_word(rng, alphabet) for _ in range(rng.randint(1, 3)))
     most = fields["max_tokens"]
     if rng.random() < 0.25:
         fields["min_tokens"] = rng.randint(1, most if isinstance(most, int) else 10)
@@ -83,6 +87,15 @@ def draw_job(rng: random.Random) -> Job:
     if alphabet and {word[-1] for word in bad}.issuperset(alphabet):
         bad = ()
     return Job(prompt, SamplingParams(**fields), rng.randrange(-(2**63), 2**63), bad)  # type: ignore[arg-type]
+
+
+def draw_constrained_job(rng: random.Random) -> Job:
+    """A request under the toy grammar: digits, then an id that ends it."""
+    prompt = tuple(rng.randrange(VOCAB - 2) for _ in range(rng.choice((1, 2, 5, 9))))
+    fields: dict[str, object] = {"temperature": rng.choice((0.0, 1.0)), "max_tokens": rng.choice((1, 3, 6, 10))}
+    _maybe(rng, fields, 0.3, top_k=3, presence_penalty=0.5, repetition_penalty=1.3)
+    source = f"{DIGITS[0]}-{DIGITS[1]}:{rng.choice((EOS, 40))}"
+    return Job(prompt, SamplingParams(**fields), rng.randrange(2**63), grammar=("digits", source))  # type: ignore[arg-type]
 
 
 @lru_cache(maxsize=4 * NUM_JOBS)
@@ -118,4 +131,4 @@ def _maybe(rng: random.Random, fields: dict[str, object], chance: float, **value
 
 
 def _word(rng: random.Random, alphabet: list[int] | None) -> str:
-    return "".join(chr(rng.choice(alphabet or range(32, 62))) for _ in range(rng.choice((1, 2, 2, 3))))
+    return "".join(chr(rng.choice(alphabet or range(32, 62))) for _ in range(rng.choice((1, 1, 2, 2, 3))))

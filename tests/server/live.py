@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -44,13 +44,16 @@ def in_thread(call: Callable[[], httpx.Response]) -> tuple[threading.Thread, lis
 class LiveServer:
     """Starts `tests.server.fake_engine` with these settings. Ends what it started, whatever the test did.
 
-    `temporary` is its folder of temporary files; without `wait` it may still be loading.
+    `temporary` is its folder of temporary files; without `wait` it may still be loading. `command`, Python's arguments, starts
+    another server.
     """
 
-    def __init__(self, wait: bool = True, temporary: str | None = None, **settings: Any) -> None:
+    def __init__(
+        self, wait: bool = True, temporary: str | None = None, command: Sequence[str] | None = None, **settings: Any
+    ) -> None:
         settings = {"model": "fake", "port": 0, "drain_timeout_s": 10, **settings}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.server.fake_engine", json.dumps(settings)],
+            [sys.executable, *(command or ("-m", "tests.server.fake_engine", json.dumps(settings)))],
             stderr=subprocess.PIPE,
             text=True,
             env={

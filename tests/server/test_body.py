@@ -28,7 +28,7 @@ def test_json(data: bytes, value: Any) -> None:
     "data", [b"", b"{", b"{'a': 1}", b'{"a": 1}x', b'"\xff"', '{"a": 1}'.encode("utf-16"), b"[" * 100_000, b"9" * 5000]
 )
 def test_what_is_no_json(data: bytes) -> None:
-    with pytest.raises(InvalidRequest, match="^the body must be JSON, but "):
+    with pytest.raises(InvalidRequest, match=r"^the body must be JSON, but "):
         parse_json(data)
 
 

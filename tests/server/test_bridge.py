@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sys
 from collections.abc import AsyncIterator
 
 import pytest
@@ -82,7 +81,6 @@ async def test_failing_a_stream(client: EngineClient) -> None:
 async def test_liveness_and_stats(client: EngineClient) -> None:
     assert client.liveness().is_alive
     assert (await client.stats()).num_pages == 2
-    assert "torch" not in sys.modules or True  # other tests of this process may have imported it
 
 
 async def test_the_process_dies(client: EngineClient) -> None:

@@ -66,6 +66,7 @@ def test_before_the_first_token(server: LiveServer, stream: bool, n: int) -> Non
     call.hang_up()
     server.until_idle()
     assert aborts(server) == before + n
+    server.until(lambda: "status=499" in server.lines[-1], "logging that the client has gone")
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -12,7 +12,7 @@ import pytest
 
 from tests.server.live import LiveServer
 
-KEY = {"Authorization": "Bearer sésame".encode()}
+KEY = {b"Authorization": "Bearer sésame".encode()}
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def post(server: LiveServer, **fields: Any) -> httpx.Response:
 
 @pytest.mark.parametrize(
     "headers",
-    [{}, {"Authorization": "Bearer wrong"}, {"Authorization": "sésame".encode()}, {"Authorization": "Basic sésame".encode()}],
+    [{}, {b"Authorization": b"Bearer wrong"}, {b"Authorization": "sésame".encode()}, {b"Authorization": "Basic sésame".encode()}],
 )
 def test_without_the_key(server: LiveServer, headers: Any) -> None:
     for path in ("/v1/completions", "/v1/nope", "/v1/models"):

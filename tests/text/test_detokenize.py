@@ -8,11 +8,11 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.text.vocabularies import BOS, END, FakeTokenizer, byte_level, sentence_piece
 
 from slipstream.text.detokenize import IncrementalDecoder
 from slipstream.text.pieces import byte_level_alphabet, byte_level_bytes, sentencepiece_bytes, spelling
 from slipstream.weights.tokenizer_files import FastTokenizer
+from tests.text.vocabularies import BOS, END, FakeTokenizer, byte_level, sentence_piece
 
 PIECES = [b"\xf0\x9f", b"\x98\x80!", b" the", b"\xe4\xbd", b"\xa0\xe5", b"a\xc3", b"\xa9b"]
 

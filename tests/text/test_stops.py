@@ -8,11 +8,11 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.text.vocabularies import END, FakeTokenizer
 
 from slipstream.text.detokenize import IncrementalDecoder, StopScanner
 from slipstream.text.stops import StopMatch, StopMatcher
 from slipstream.types import MAX_STOP_CHARS, MAX_STOP_STRINGS, SamplingParams
+from tests.text.vocabularies import END, FakeTokenizer
 
 few_letters = st.text("ab", min_size=1, max_size=5)
 texts = st.text("abc", max_size=40)

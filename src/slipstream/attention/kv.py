@@ -48,7 +48,9 @@ class KVCache:
     ) -> None:
         self.page_size = page_size
         self.num_pages = num_pages
-        self._layers = [(self._tensor(s, s.key_dim, device, poison), self._tensor(s, s.value_dim, device, poison)) for s in layers]
+        self._layers = [
+            (self._tensor(s, s.key_dim, device, poison), self._tensor(s, s.value_dim, device, poison)) for s in layers
+        ]
 
     def _tensor(self, spec: LayerKV, dim: int, device: torch.device, poison: bool) -> Tensor:
         shape = (self.num_pages * self.page_size, spec.num_heads, dim)
@@ -77,6 +79,4 @@ class KVCache:
     def copy_pages(self, source: Tensor, target: Tensor) -> None:
         """Copy whole pages `source` [n] int64 to pages `target` [n]."""
         offsets = torch.arange(self.page_size, device=source.device)
-        self.move(
-            (source[:, None] * self.page_size + offsets).flatten(), (target[:, None] * self.page_size + offsets).flatten()
-        )
+        self.move((source[:, None] * self.page_size + offsets).flatten(), (target[:, None] * self.page_size + offsets).flatten())

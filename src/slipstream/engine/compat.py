@@ -74,9 +74,19 @@ def _one_drafter(config: EngineConfig) -> SlipstreamError | None:
     )
 
 
+def _a_prompt_token_a_step(config: EngineConfig) -> SlipstreamError | None:
+    if config.max_num_batched_tokens >= 2:
+        return None
+    return ConfigError(
+        f"--max-num-batched-tokens must be at least 2, but got {config.max_num_batched_tokens}",
+        hint="prompts and decoding share a step; each needs at least one token of it",
+    )
+
+
 STARTUP_ROWS: tuple[StartupRow, ...] = (
     StartupRow("cuda is untested", _cuda_is_untested),
     StartupRow("more than one drafter", _one_drafter),
+    StartupRow("too few tokens a step", _a_prompt_token_a_step),
 )
 
 

@@ -17,7 +17,7 @@ import torch
 
 from slipstream.engine.plan import Admit, IntArray, Retire, StepPlan
 from slipstream.observe.guard import declared
-from slipstream.sampling.grammar import NOT_CLOSED, HostMasks, MaskWorker
+from slipstream.sampling.grammar import NOT_CLOSED, HostMasks, MaskWorker, RowKey
 from slipstream.sampling.nodes import GrammarMasks
 from slipstream.speculate.verify import SampledRows
 
@@ -59,13 +59,13 @@ class MaskPort:
 
     def start(self, plan: StepPlan, rows: SampledRows) -> PendingMasks:
         """Ask for the masks of this step's constrained rows, at their roots and draft nodes."""
-        own = self._rows(plan)
+        own, keys = self._rows(plan)
         if not own:
             return PendingMasks(None, self._device)
         with declared("grammars need the draft on the host"):
             draft = rows.draft
             future = self._worker.masks(
-                [(plan.sampled[row].slot, plan.sampled[row].epoch) for row in own],
+                keys,
                 draft.tokens.numpy(force=True)[own],
                 None if draft.parents is None else draft.parents.numpy(force=True)[own],
                 draft.num_nodes.numpy(force=True)[own],
@@ -80,10 +80,9 @@ class MaskPort:
         wrong with a row's matcher, by row.
         """
         ends = np.full(len(plan.sampled), NOT_CLOSED, dtype=np.int64)
-        own = self._rows(plan)
+        own, keys = self._rows(plan)
         if not own:
             return ends, {}
-        keys = [(plan.sampled[row].slot, plan.sampled[row].epoch) for row in own]
         committed = self._worker.commit(keys, tokens[own], accept_lens[own]).result()
         ends[own] = committed.ends
         return ends, {own[place]: error for place, error in committed.errors.items()}
@@ -92,5 +91,9 @@ class MaskPort:
         """Stop the worker."""
         self._worker.shutdown()
 
-    def _rows(self, plan: StepPlan) -> list[int]:
-        return [row for row, part in enumerate(plan.sampled) if part.slot in self._constrained]
+    def _rows(self, plan: StepPlan) -> tuple[list[int], list[RowKey]]:
+        """Which sampled rows are constrained, and their (slot, epoch)."""
+        if not self._constrained:
+            return [], []
+        own = [(row, (part.slot, part.epoch)) for row, part in enumerate(plan.sampled) if part.slot in self._constrained]
+        return [row for row, _ in own], [key for _, key in own]

@@ -39,7 +39,8 @@ class RowLogprobs:
         self, plan: StepPlan, rows: SampledRows, logits: Tensor, params: RowSampling, verdict: Verdict, masks: GrammarMasks | None
     ) -> StepLogprobs | None:
         """The step's logprobs on the host; None when no row asked."""
-        wanted = [row for row, part in enumerate(plan.sampled) if part.slot in self._num_top]
+        sampled = plan.sampled
+        wanted = [row for row, part in enumerate(sampled) if part.slot in self._num_top]
         if not wanted:
             return None
         if self._mode == "processed":
@@ -47,7 +48,7 @@ class RowLogprobs:
         places = rows.slots.new_tensor(wanted)
         nodes = rows.flat_index.gather(1, verdict.path).index_select(0, places)
         scores = logits.index_select(0, nodes.flatten()).view(*nodes.shape, -1)
-        num_top = max(self._num_top[plan.sampled[row].slot] for row in wanted)
+        num_top = max(self._num_top[sampled[row].slot] for row in wanted)
         found = logprobs_of(scores, verdict.tokens.index_select(0, places), num_top)
         with declared("the result travels to the host"):
             return StepLogprobs(

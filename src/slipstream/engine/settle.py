@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from slipstream.engine.cut import Cut, cut
-from slipstream.engine.plan import StepLogprobs, StepResult, VerifyRow
+from slipstream.engine.plan import StepLogprobs, StepResult
 from slipstream.engine.request import Request
 from slipstream.engine.scheduler import Launched, Scheduler
 from slipstream.engine.stats import EngineStats
@@ -53,12 +53,10 @@ class Settler:
         """Take one step's result; returns the news of each request that is still there."""
         self._scheduler.settled(launched)
         outputs: list[EngineOutput] = []
-        for row, request in enumerate(launched.sampled):
+        for row, (request, planned) in enumerate(zip(launched.sampled, launched.plan.sampled, strict=True)):
             request.steps_in_flight.popleft()
             if request.finish_reason is None:
-                planned = launched.plan.sampled[row]
-                drafted = planned.num_nodes if isinstance(planned, VerifyRow) else 0
-                outputs.append(self._settle_row(request, row, result, drafted))
+                outputs.append(self._settle_row(request, row, result, planned.num_nodes))
         return outputs
 
     def end(self, request: Request, reason: FinishReason, error: tuple[str, str] | None = None) -> EngineOutput:

@@ -90,7 +90,7 @@ class Loop:
         self._engine = engine
         self._socket = socket
         self._progress_at = time.monotonic()
-        self._num_steps = -1
+        self._num_steps = engine.stats().num_steps
         self._fruitless = 0
         self._stopping = False
 
