@@ -1,4 +1,4 @@
-"""The engine at lag 0, batch of one, drafter off, against the root oracle: once per feature, on a real model in float64 and on HashLM."""
+"""The engine at lag 0, batch of one, drafter off, against the root oracle: once per feature, on a real model and on HashLM."""
 
 from __future__ import annotations
 
@@ -29,9 +29,8 @@ def hash_logits(tokens: Sequence[int]) -> np.ndarray:
 
 def asked(job: Job, logits: Logits, context_len: int, eos: tuple[int, ...]) -> OracleAnswer:
     fields = {name: getattr(job.params, name) for name in job.params.field_names() if name not in NOT_THE_ORACLES}
-    return generate(
-        logits, job.prompt, context_len=context_len, eos=eos, text_of=text_of, seed=job.seed, bad_word_ids=job.bad_word_ids, **fields
-    )
+    fields |= {"seed": job.seed, "bad_word_ids": job.bad_word_ids}
+    return generate(logits, job.prompt, context_len=context_len, eos=eos, text_of=text_of, **fields)
 
 
 def answered(model: object, job: Job, eos: tuple[int, ...]) -> Answer:

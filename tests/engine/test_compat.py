@@ -56,7 +56,8 @@ def test_configurations_are_refused_by_their_row_alone(name: str) -> None:
 
 def test_the_last_real_id_passes() -> None:
     last = VOCAB - 1
-    check_request(request((last,), words=((last,),), logit_bias={last: 1.0}, stop_token_ids=(last,), allowed_token_ids=(last,)), VOCAB)
+    ids = {"logit_bias": {last: 1.0}, "stop_token_ids": (last,), "allowed_token_ids": (last,)}
+    check_request(request((last,), words=((last,),), **ids), VOCAB)
 
 
 def test_untested_features_run_when_asked_to() -> None:

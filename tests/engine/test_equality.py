@@ -72,8 +72,8 @@ EACH_PARAMETER = {
     "ignore_eos": params(40, ignore_eos=True),
     "logprobs": params(temperature=1.0, logprobs=5),
     "everything": params(
-        40, temperature=0.9, top_k=30, top_p=0.95, min_p=0.01, repetition_penalty=1.1, presence_penalty=0.3, frequency_penalty=0.2,
-        logit_bias={7: 1.5}, min_tokens=5, stop=("zz",), stop_token_ids=(4,), logprobs=2,
+        40, temperature=0.9, top_k=30, top_p=0.95, min_p=0.01, repetition_penalty=1.1, presence_penalty=0.3,
+        frequency_penalty=0.2, logit_bias={7: 1.5}, min_tokens=5, stop=("zz",), stop_token_ids=(4,), logprobs=2,
     ),
 }  # fmt: skip
 

@@ -94,7 +94,7 @@ def test_a_small_pool_serves_everybody_in_turn(model: HashLM, lag: int) -> None:
 def test_non_finite_logits_fail_that_request_alone(lag: int) -> None:
     sick = HashLM(vocab_size=64, context_len=256, nan_token_id=13)
     jobs = [Job((1, 2, 3), greedy(10)), Job((1, 13), greedy(10)), Job((7, 7), SamplingParams(max_tokens=10), seed=5)]
-    wanted = [a for a in reference(sick, [jobs[0], jobs[2]])]
+    wanted = reference(sick, [jobs[0], jobs[2]])
     got = run(sick, jobs, lag=lag)
     assert got[1].finish_reason is FinishReason.ERROR and got[1].token_ids == []
     assert got[1].error is not None and got[1].error[0] == "NonFiniteLogits"

@@ -96,7 +96,9 @@ class Ledger:
         """Make positions [0, num_tokens) writable; returns the pages added to the table (often none)."""
         count = holding.table.missing(num_tokens)
         if len(holding.table.pages) + count > holding.promised:
-            raise InvariantBroken(f"a request must stay within its promise of {holding.promised} pages, but needs {num_tokens} tokens")
+            raise InvariantBroken(
+                f"a request must stay within its promise of {holding.promised} pages, but needs {num_tokens} tokens"
+            )
         added = tuple(self._pages.take() for _ in range(count))
         holding.table.pages.extend(added)
         return added

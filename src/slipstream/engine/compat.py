@@ -1,7 +1,7 @@
-"""What runs with what: the one table of refusals. A parameter, or a pair of features, that does not run is refused where it enters.
+"""What runs with what: the one table of refusals. A parameter, or a pair of features, that does not run is refused at the door.
 
-Each row looks at one thing and says why it refuses; tests enumerate the rows. Nothing is silently ignored, approximated or switched
-off. What nobody has run is refused unless `--allow-untested` is given.
+Each row looks at one thing and says why it refuses; tests enumerate the rows. Nothing is silently ignored, approximated or
+switched off. What nobody has run is refused unless `--allow-untested` is given.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ def _ids_in_vocabulary(field: str, ids: Callable[[EngineRequest], Iterable[int]]
 def _known_grammar(request: EngineRequest, vocab_size: int) -> SlipstreamError | None:
     if request.grammar is None or request.grammar[0] in grammar_kinds():
         return None
-    return Unsupported(f"a grammar's kind must be one of {list(grammar_kinds())}, but got {request.grammar[0]!r}", param="grammar")
+    kinds = list(grammar_kinds())
+    return Unsupported(f"a grammar's kind must be one of {kinds}, but got {request.grammar[0]!r}", param="grammar")
 
 
 REQUEST_ROWS: tuple[RequestRow, ...] = (

@@ -27,7 +27,8 @@ class DeviceState:
         self.page_size = page_size
         self.context_len = context_len
         self._debug = debug
-        self.page_tables = torch.full((num_slots, pages_for(context_len, page_size)), PADDING_PAGE, dtype=torch.int64, device=device)
+        max_pages = pages_for(context_len, page_size)
+        self.page_tables = torch.full((num_slots, max_pages), PADDING_PAGE, dtype=torch.int64, device=device)
         # Column context_len + 1 takes the writes of tokens that are not committed; nobody reads it.
         self.history = torch.full((num_slots, context_len + 2), -1, dtype=torch.int64, device=device)
         self.limits = torch.ones(num_slots, dtype=torch.int64, device=device)

@@ -1,4 +1,4 @@
-"""Runs the drafters of a step: rows are grouped by the drafter their plan names; each group resolves, proposes, observes, stashes.
+"""Runs the drafters of a step. Rows are grouped by the drafter their plan names; a group resolves, proposes, observes, stashes.
 
 The engine never asks which drafter it has: plain decoding is a group whose drafter proposes nothing and relays nothing.
 """

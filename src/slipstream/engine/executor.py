@@ -1,6 +1,6 @@
 """Where a step runs. The scheduler thread submits plans and takes results; steps run in order on one stream.
 
-On the CPU the stream is one worker thread fed by a FIFO: real asynchrony, so that every race of overlap can be shown without a GPU.
+On the CPU the stream is one worker thread fed by a FIFO: real asynchrony, so that every race of overlap shows without a GPU.
 """
 
 from __future__ import annotations

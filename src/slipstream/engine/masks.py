@@ -76,7 +76,7 @@ class MaskPort:
     def commit(self, plan: StepPlan, tokens: IntArray, accept_lens: IntArray) -> tuple[IntArray, dict[int, str]]:
         """Advance the matchers by what was committed.
 
-        Returns [rows] int64: tokens up to and with the one that closed the row's grammar, -1 where it did not close; and what went
+        Returns [rows] int64, tokens up to and with the one that closed the row's grammar (-1: it did not close), and what went
         wrong with a row's matcher, by row.
         """
         ends = np.full(len(plan.sampled), NOT_CLOSED, dtype=np.int64)

@@ -23,8 +23,8 @@ class StepIndex:
     sampled_parts: [S] int64, which of the plan's parts (chunks, then verify rows) sample. num_last: how many of them are chunks.
     verify_row, verify_node: [T_v] int64, verify row and node of each token behind the chunks.
     sampled: [N] int64, flat token of each node that is sampled.
-    flat_row, flat_node: [N] int64, sampled row and node of each. row_ids: flat_row on the host. flat_index: [S, W + 1] int64, the inverse; a row's root
-        where it has no such node.
+    flat_row, flat_node: [N] int64, sampled row and node of each. row_ids: flat_row on the host.
+    flat_index: [S, W + 1] int64, the inverse; a row's root where it has no such node.
     query_lens: tokens of each segment, chunks first.
     """
 

@@ -46,8 +46,8 @@ class StepContext:
         lengths: [R] int64, committed length: tokens whose KV exists = position of the root (the bonus token).
         limits: [R] int64, most tokens (prompt and output) the row may ever have.
         max_lens: upper bounds of `lengths` (host).
-        num_nodes: nodes planned for each row (host); 0 for a last chunk. In `observe`, `taps` holds the chunk tokens and then, for
-            each verify row, its root and its planned nodes.
+        num_nodes: nodes planned for each row (host); 0 for a last chunk. In `observe`, `taps` holds the chunk tokens and then,
+            for each verify row, its root and its planned nodes.
         page_tables: [R, max_pages] int64.
         history: [num_slots, context + 2] int64; row `slots[i]` is valid up to position lengths[i] (the root included).
         sampling: the rows' sampling parameters; scores and noise come from sampling/sampler.py.

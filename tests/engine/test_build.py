@@ -1,0 +1,45 @@
+"""How large the KV pool becomes, and what assembling an engine refuses."""
+
+from __future__ import annotations
+
+import pytest
+
+from slipstream.attention.registry import attention_backend, backend_names
+from slipstream.config import EngineConfig
+from slipstream.engine import build
+from slipstream.engine.build import pick_device, pick_num_pages
+from slipstream.errors import ConfigError
+from slipstream.testing.hash_lm import HashLM
+
+MODEL = HashLM()  # 16 bytes a token
+
+
+def config(**more: object) -> EngineConfig:
+    return EngineConfig(model="in-memory", page_size=16, max_num_seqs=4, **more)  # type: ignore[arg-type]
+
+
+def test_the_pool_is_what_was_asked_for() -> None:
+    assert pick_num_pages(MODEL, config(num_pages=7), 1024) == 7
+    assert pick_num_pages(MODEL, config(kv_cache_memory_bytes=10 * 256 + 5), 1024) == 10
+
+
+def test_by_default_it_holds_full_contexts_as_far_as_memory_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert pick_num_pages(MODEL, config(), 1024) == 4 * 64
+    monkeypatch.setattr(build, "available_memory_bytes", lambda: 25_600)
+    assert pick_num_pages(MODEL, config(), 1024) == int(25_600 * build.KV_MEMORY_SHARE) // 256
+
+
+def test_a_pool_without_a_page_is_refused() -> None:
+    with pytest.raises(ConfigError, match="at least one page of 256 bytes"):
+        pick_num_pages(MODEL, config(kv_cache_memory_bytes=255), 1024)
+
+
+def test_backends_are_found_by_file_name() -> None:
+    assert "reference" in backend_names() and not {"base", "kv", "layout", "registry"} & set(backend_names())
+    assert type(attention_backend("auto")) is type(attention_backend("reference"))
+    with pytest.raises(ConfigError, match="--attention-backend must be"):
+        attention_backend("nope")
+
+
+def test_auto_is_the_cpu() -> None:
+    assert pick_device("auto").type == "cpu"
