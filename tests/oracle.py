@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from transformers import AutoModelForCausalLM
 
 Floats = NDArray[np.float64]
 Logits = Callable[[Sequence[int]], Floats]
@@ -28,9 +29,7 @@ class OracleAnswer:
 
 
 def transformers_logits(folder: str) -> Logits:
-    """Logits behind a sequence, in fp64, by `transformers`, without any cache. Its norms (and eager softmax) are fp32: not used."""
-    from transformers import AutoModelForCausalLM
-
+    """Logits behind a sequence, in fp64, without any cache. Its norms and its eager softmax compute in fp32: not used."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="sdpa").eval()
     for norm in (module for name, module in model.named_modules() if name.endswith("norm")):
         norm.forward = lambda x, n=norm: n.weight * x / (x.square().mean(-1, keepdim=True) + n.variance_epsilon).sqrt()
@@ -112,7 +111,7 @@ def generate(
     allowed_token_ids: Sequence[int] | None = None,
 ) -> OracleAnswer:
     """Answer one prompt."""
-    answer, out = OracleAnswer(), []
+    out = (answer := OracleAnswer()).token_ids
     while not answer.finish_reason:
         raw = np.asarray(logits_of([*prompt, *out]), dtype=np.float64)
         scores = raw.copy()
@@ -137,7 +136,7 @@ def generate(
             logprob = torch.tensor(raw).float().log_softmax(0).tolist()
             best = sorted(range(len(raw)), key=lambda i: (-raw[i], i))[:logprobs]
             answer.logprobs.append((logprob[token], [(i, logprob[i]) for i in best]))
-        before, text = text_of(out).rstrip("\ufffd"), text_of([*out, token]).rstrip("\ufffd")
+        before, text = (text_of(ids).rstrip("\ufffd") for ids in (out, [*out, token]))
         out.append(token)
         ends = [(at + len(s), -len(s), s) for s in stop for at in range(len(text)) if text.startswith(s, at)]
         hits = sorted(end for end in ends if end[0] > len(before))
@@ -147,5 +146,4 @@ def generate(
             answer.finish_reason, answer.stop_reason = "stop", token if token in stop_token_ids else hits[0][2]
         elif len(out) == max_tokens or len(prompt) + len(out) == context_len:
             answer.finish_reason = "length"
-    answer.token_ids = out
     return answer

@@ -1,4 +1,4 @@
-"""Runs requests through an engine and compares answers. The reference: that engine at lag 0, one request at a time, drafter off."""
+"""Runs requests through an engine and compares answers. The reference is lag 0, one request at a time, drafter off."""
 
 from __future__ import annotations
 

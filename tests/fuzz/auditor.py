@@ -1,7 +1,7 @@
 """Watches plans from outside and holds them against rules 3 and 4, without asking the ledger.
 
-On one FIFO stream a slot or page that is handed on too early does no harm that an answer could show; on two it does. So the rule itself
-is checked: what an unsettled step names has no new owner.
+On one FIFO stream a slot or page that is handed on too early does no harm that an answer could show; on two it does. So the rule
+itself is checked: what an unsettled step names has no new owner.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Bugs to find: each plant breaks the engine in one way that overlapped engines have been broken. Applied as a patch, undone after.
+"""Bugs to find: each plant breaks the engine as overlapped engines have been broken. Applied as a patch, undone after.
 
 Every plant is a mistake in host or relay code as somebody could have written it; none touches the checks that are to find it.
 """

@@ -1,6 +1,6 @@
 """One random schedule: an engine, requests that arrive and are aborted while it runs, and what must come out.
 
-A schedule is plain data, drawn from a `random.Random`; a failing one is made smaller and printed with the line that runs it again.
+A schedule is plain data, drawn from a `random.Random`; a failing one is made smaller and told with the line that repeats it.
 """
 
 from __future__ import annotations
@@ -13,50 +13,53 @@ from unittest import mock
 
 from slipstream.cache.pages import pages_for
 from slipstream.config import EngineConfig
+from slipstream.engine import build as engine_build
 from slipstream.engine import runner
-from slipstream.engine.build import assemble_engine
 from slipstream.engine.loop import Engine
-from slipstream.models.base import CausalLM
+from slipstream.engine.scheduler import Scheduler
+from slipstream.speculate.off import Off
 from slipstream.testing.adversarial import AdversarialExecutor
 from slipstream.testing.drafters import DrafterFactory, partial, rand_chain, rand_tree, self_chain, self_tree
-from slipstream.testing.hash_lm import HashAttention, HashLM
 from slipstream.testing.relaying import relaying
 from slipstream.types import FinishReason
 from tests.engine.harness import Answer, Job, assert_equal, collect
 from tests.fuzz.auditor import Auditor
-from tests.fuzz.universe import CONTEXT, EOS, NUM_JOBS, hash_model, jobs, right_answer, stop_text
+from tests.fuzz.mixed import MixedScheduler
+from tests.fuzz.universe import CONTEXT, EOS, NUM_JOBS, attention_of, jobs, model_of, right_answer, stop_text
 
-HASH = HashAttention()
 MAX_STEPS = 3000
+MODELS = ("hash 1", "hash 1", "hash 2")
 
 
-def hash_drafters() -> dict[str, DrafterFactory | None]:
-    """Every drafter a schedule may use; built for HashLM."""
+def drafters(model: str) -> dict[str, DrafterFactory]:
+    """Every drafter a schedule may use, for a model."""
+    attention = attention_of(model)
     return {
-        "off": None,
-        "self 1": self_chain(1, HASH),
-        "self 3": self_chain(3, HASH),
-        "self 7": self_chain(7, HASH),
-        "self tree 3": self_tree(3, 3, HASH),
-        "self tree 7": self_tree(7, 2, HASH),
+        "off": lambda target: Off(),
+        "self 1": self_chain(1, attention),
+        "self 3": self_chain(3, attention),
+        "self 7": self_chain(7, attention),
+        "self tree 3": self_tree(3, 3, attention),
+        "self tree 7": self_tree(7, 2, attention),
         "rand 3": rand_chain(3, beyond=3),
         "rand tree 7": rand_tree(7, beyond=3),
-        "partial 7": partial(7, attention=HASH),
-        "partial tree 3": partial(3, 3, percent=50, attention=HASH),
-        "relaying 1": relaying(partial(1, attention=HASH), 1),
-        "relaying 3": relaying(partial(3, 2, attention=HASH), 3, probs_steps=2),
+        "partial 7": partial(7, attention=attention),
+        "partial tree 3": partial(3, 3, percent=50, attention=attention),
+        "relaying 1": relaying(partial(1, attention=attention), 1),
+        "relaying 3": relaying(partial(3, 2, attention=attention), 3, probs_steps=2),
         "relaying 7": relaying(rand_tree(7), 7),
     }
 
 
-DRAFTERS = hash_drafters()
+MIXED = ("self tree 3", "relaying 3", "off", "rand 3", "relaying 1")
+DRAFTERS = (*drafters("hash 1"), "mixed", "mixed")
 
 
 @dataclass(frozen=True)
 class Setting:
     """How the engine of a schedule is built. Rules are checked and buffers poisoned in all of them.
 
-    The guard against hidden synchronisation doubles the time of a step and depends on the code path alone: a few schedules have it.
+    The guard against hidden synchronisation doubles the time of a step and depends on the code path alone: few schedules have it.
     """
 
     lag: int = 1
@@ -66,7 +69,7 @@ class Setting:
     num_pages: int = 64
     drafter: str = "off"
     executor_seed: int = 0
-    num_layers: int = 1
+    model: str = "hash 1"
     guarded: bool = False
 
 
@@ -82,9 +85,9 @@ class Schedule:
     actions: tuple[tuple[str, int], ...]
 
 
-def draw(rng: random.Random) -> Schedule:
-    """A schedule of 2 to 6 requests."""
-    requests = tuple(rng.randrange(NUM_JOBS) for _ in range(rng.choice((2, 2, 3, 3, 4, 6))))
+def draw(rng: random.Random, models: Sequence[str] = MODELS, num_jobs: int = NUM_JOBS) -> Schedule:
+    """A schedule of 2 to 5 requests."""
+    requests = tuple(rng.randrange(num_jobs) for _ in range(rng.choice((2, 2, 3, 3, 4, 5))))
     page_size = rng.choice((1, 2, 4, 16))
     needs = sorted(pages_for(limit_of(number), page_size) for number in requests)
     setting = Setting(
@@ -94,10 +97,10 @@ def draw(rng: random.Random) -> Schedule:
         num_seqs=rng.choice((1, 2, 3, 4, 8)),
         # From a pool in which the largest request does not fit at all to one that holds them all.
         num_pages=max(1, rng.choice((needs[-1], needs[-1], needs[-1] + needs[0], sum(needs), needs[-1] - 1))),
-        drafter=rng.choice(list(DRAFTERS)),
+        drafter=rng.choice(DRAFTERS),
         executor_seed=rng.randrange(2**32),
-        num_layers=rng.choice((1, 1, 2)),
-        guarded=rng.random() < 0.1,
+        model=rng.choice(models),
+        guarded=rng.random() < 0.04,
     )
     actions: list[tuple[str, int]] = []
     for place in range(len(requests)):
@@ -123,24 +126,19 @@ Build = Callable[[Setting], Engine]
 
 
 def build(setting: Setting) -> Engine:
-    """The engine of a schedule on HashLM."""
-    return build_around(hash_model(setting.num_layers), setting, DRAFTERS[setting.drafter])
+    """The engine of a schedule: an adversarial executor behind the auditor, the most recently freed is reused first."""
+    return _build(setting, checked=True)
 
 
 def build_unchecked(setting: Setting) -> Engine:
     """The same with every check off: what is wrong shows in the answers, or not at all."""
-    return build_around(hash_model(setting.num_layers), setting, DRAFTERS[setting.drafter], checked=False)
+    return _build(setting, checked=False)
 
 
-def build_around(
-    model: CausalLM,
-    setting: Setting,
-    drafter: DrafterFactory | None,
-    context_len: int = CONTEXT,
-    eos: int = EOS,
-    checked: bool = True,
-) -> Engine:
-    """The engine of a schedule on any model, with the adversarial executor, the auditor and the most recently freed first."""
+def _build(setting: Setting, checked: bool) -> Engine:
+    known = drafters(setting.model)
+    names = MIXED if setting.drafter == "mixed" else (setting.drafter,)
+    scheduler = MixedScheduler if setting.drafter == "mixed" else Scheduler
     adversary = AdversarialExecutor.factory(setting.executor_seed)
     config = EngineConfig(
         model="in-memory",
@@ -151,17 +149,18 @@ def build_around(
         num_pages=setting.num_pages,
         debug=checked,
     )
-    return assemble_engine(
-        model,
-        config,
-        eos_token_ids=(eos,),
-        stop_text=stop_text,
-        context_len=context_len,
-        attention=HASH if isinstance(model, HashLM) else None,
-        drafters=None if drafter is None else {setting.drafter: drafter},
-        executor=Auditor.around(adversary) if checked else adversary,
-        order="newest",
-    )
+    with mock.patch.object(engine_build, "Scheduler", scheduler):
+        return engine_build.assemble_engine(
+            model_of(setting.model),
+            config,
+            eos_token_ids=(EOS,),
+            stop_text=stop_text,
+            context_len=CONTEXT,
+            attention=attention_of(setting.model),
+            drafters={name: known[name] for name in names},
+            executor=Auditor.around(adversary) if checked else adversary,
+            order="newest",
+        )
 
 
 def play(schedule: Schedule, engine: Engine, universe: Sequence[Job]) -> list[Answer]:
@@ -213,11 +212,11 @@ def check(schedule: Schedule, answers: Sequence[Answer], wanted: Sequence[Answer
 
 
 def run(schedule: Schedule, make: Build = build) -> None:
-    """Play a schedule on HashLM and check it; raises what went wrong."""
+    """Play a schedule and check it; raises what went wrong."""
     setting = schedule.setting
     with nullcontext() if setting.guarded else mock.patch.object(runner, "SyncGuard", nullcontext):
         answers = play(schedule, make(setting), jobs())
-    wanted = [right_answer(setting.num_layers, number) for number in schedule.requests]
+    wanted = [right_answer(setting.model, number) for number in schedule.requests]
     too_big = [pages_for(limit_of(number), setting.page_size) > setting.num_pages for number in schedule.requests]
     check(schedule, answers, wanted, too_big)
 
@@ -234,17 +233,18 @@ def failure(schedule: Schedule, make: Build = build) -> Exception | None:
     return None
 
 
-def run_seed(seed: int, make: Build = build) -> None:
+def run_seed(seed: int, models: Sequence[str] = MODELS, num_jobs: int = NUM_JOBS) -> None:
     """Run the schedule of a seed; a failure is made smaller and told with the line that repeats it."""
-    schedule = draw(random.Random(seed))
-    error = failure(schedule, make)
+    schedule = draw(random.Random(seed), models, num_jobs)
+    error = failure(schedule)
     if error is None:
         return
-    small = shrink(schedule, lambda one: failure(one, make) is not None)
-    again = failure(small, make)
+    small = shrink(schedule, lambda one: failure(one) is not None)
+    again = failure(small)
+    on = "" if models == MODELS else f" --model {models[0]}"
     raise AssertionError(
         f"schedule {seed} fails: {type(error).__name__}: {error}\n"
-        f"run it again: python -m tests.fuzz.replay {seed}\n"
+        f"run it again: python -m tests.fuzz.replay {seed}{on}\n"
         f"made smaller: {small!r}\n"
         f"which fails with {type(again).__name__}: {again}"
     ) from error
@@ -279,6 +279,6 @@ def _smaller(schedule: Schedule) -> Iterator[Schedule]:
     for at, (what, _) in enumerate(schedule.actions):
         if what != "add":
             yield replace(schedule, actions=schedule.actions[:at] + schedule.actions[at + 1 :])
-    for name, simple in (("drafter", "off"), ("lag", 0), ("num_layers", 1), ("num_seqs", 8), ("num_pages", 256), ("budget", 64)):
+    for name, simple in (("drafter", "off"), ("lag", 0), ("num_seqs", 8), ("num_pages", 256), ("budget", 64)):
         if getattr(schedule.setting, name) != simple:
             yield replace(schedule, setting=replace(schedule.setting, **{name: simple}))

@@ -1,15 +1,18 @@
-"""The right answers of the fuzzer are right: the engine's reference cell equals the root oracle over HashLM's own oracle."""
+"""The right answers of the fuzzer are right: the engine's reference cell equals the root oracle, on HashLM and on real models."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 import pytest
 
-from tests.fuzz.universe import CONTEXT, DIGITS, EOS, NAN, NUM_JOBS, TOKENIZER, VOCAB, jobs, right_answer
+from slipstream.testing.tiny import FAMILIES, tiny_checkpoint
+from tests.fuzz.universe import CONTEXT, DIGITS, EOS, EOS_BIAS, NAN, NUM_JOBS, NUM_REAL_JOBS, TOKENIZER, VOCAB, jobs, right_answer
 from tests.hash_oracle import hidden_states, logits_of
-from tests.oracle import OracleAnswer, generate
+from tests.oracle import Floats, Logits, OracleAnswer, generate, transformers_logits
 
 PARTS = 6
 PARAMS = (
@@ -22,60 +25,77 @@ class NotFinite(Exception):
     """The oracle's model was asked for logits behind the token that has none."""
 
 
-def oracle_answer(number: int, num_layers: int) -> tuple[OracleAnswer | None, list[int]]:
+@lru_cache(maxsize=4)
+def oracle_model(name: str) -> Logits:
+    """Logits behind a sequence, by nothing of ours."""
+    if not name.startswith("hash"):
+        return transformers_logits(str(tiny_checkpoint(name)))
+    num_layers = int(name.split()[1])
+    return lambda tokens: np.array(logits_of(hidden_states(tokens, num_layers)[-1], VOCAB, (EOS,), EOS_BIAS))
+
+
+def oracle_answer(model: str, number: int) -> tuple[OracleAnswer | None, list[int]]:
     """The oracle's answer (None: it met logits that are not finite) and the tokens up to there."""
     job, seen = jobs()[number], [0]
     end = EOS if job.grammar is None else int(job.grammar[1].partition(":")[2])
 
-    def logits(tokens: list[int]) -> np.ndarray:
+    def logits_of_job(tokens: Sequence[int]) -> Floats:
         seen[:] = tokens
-        if tokens[-1] == NAN:
+        if tokens[-1] == NAN and model.startswith("hash"):
             raise NotFinite
-        logits = np.array(logits_of(hidden_states(tokens, num_layers)[-1], VOCAB, (EOS,), 0.7))
+        logits = oracle_model(model)(tokens).copy()
         if job.grammar is not None:
             digits = list(range(DIGITS[0], DIGITS[1] + 1))
             allowed = digits if len(tokens) == len(job.prompt) else [*digits, end]
-            logits[[token for token in range(VOCAB) if token not in allowed]] = -np.inf
+            logits[[token for token in range(len(logits)) if token not in allowed]] = -np.inf
         return logits
 
-    room = CONTEXT - len(job.prompt)
-    fields = {name: getattr(job.params, name) for name in PARAMS}
     try:
         answer = generate(
-            logits,  # type: ignore[arg-type] # it takes a list
+            logits_of_job,
             job.prompt,
             context_len=CONTEXT,
             eos=(EOS, end),
             text_of=lambda ids: TOKENIZER.decode(ids, skip_special_tokens=True),
             seed=job.seed,
-            max_tokens=job.params.max_tokens or room,
+            max_tokens=job.params.max_tokens or CONTEXT,
             bad_word_ids=job.bad_word_ids,
-            **fields,
+            **{name: getattr(job.params, name) for name in PARAMS},
         )
     except NotFinite:
         return None, seen[len(job.prompt) :]
     return answer, answer.token_ids
 
 
+def compare(model: str, number: int) -> None:
+    """One right answer against the oracle's."""
+    got = right_answer(model, number)
+    wanted, tokens = oracle_answer(model, number)
+    assert got.token_ids == tokens, (number, jobs()[number])
+    if wanted is None:
+        assert got.error is not None and got.error[0] == "NonFiniteLogits", (number, jobs()[number])
+        return
+    assert got.finish_reason is not None and got.error is None
+    assert (got.finish_reason.value, got.stop_reason) == (wanted.finish_reason, wanted.stop_reason), (number, jobs()[number])
+    for mine, theirs in zip(got.logprobs, wanted.logprobs, strict=True):
+        assert abs(mine.logprob - theirs[0]) < 1e-4
+        assert list(mine.top_ids) == [token for token, _ in theirs[1]]
+
+
 @pytest.mark.parametrize("part", range(PARTS))
 def test_the_reference_equals_the_oracle(part: int) -> None:
     for number in range(part, NUM_JOBS, PARTS):
-        num_layers = 1 + number % 2
-        got = right_answer(num_layers, number)
-        wanted, tokens = oracle_answer(number, num_layers)
-        assert got.token_ids == tokens, jobs()[number]
-        if wanted is None:
-            assert got.error is not None and got.error[0] == "NonFiniteLogits", jobs()[number]
-            continue
-        assert got.finish_reason is not None and got.error is None
-        assert (got.finish_reason.value, got.stop_reason) == (wanted.finish_reason, wanted.stop_reason), jobs()[number]
-        for mine, theirs in zip(got.logprobs, wanted.logprobs, strict=True):
-            assert abs(mine.logprob - theirs[0]) < 1e-5
-            assert list(mine.top_ids) == [token for token, _ in theirs[1]]
+        compare(f"hash {1 + number % 2}", number)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_reference_equals_the_oracle_on_real_models(family: str) -> None:
+    for number in range(NUM_REAL_JOBS):
+        compare(family, number)
 
 
 def test_the_universe_ends_in_every_way() -> None:
-    answers = [right_answer(1, number) for number in range(NUM_JOBS)]
+    answers = [right_answer("hash 1", number) for number in range(NUM_JOBS)]
     ends = Counter(
         "error" if a.error else a.finish_reason.value + ("" if a.stop_reason is None else f" {type(a.stop_reason).__name__}")
         for a in answers

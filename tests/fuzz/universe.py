@@ -1,7 +1,7 @@
 """A fixed set of requests that schedules draw from, so that each one's right answer is computed once.
 
-Answers are short and alphabets often tiny: stops, bad words and penalties then bite all the time. The last tokens of the vocabulary
-are special: EOS, and one behind which the model's logits are not finite.
+Answers are short and alphabets often tiny: stops, bad words and penalties then bite all the time. The last tokens of the
+vocabulary are special: EOS, and one behind which the model's logits are not finite.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import random
 from functools import lru_cache
 
+from slipstream.attention.base import AttentionBackend
+from slipstream.attention.reference import ReferenceBackend
 from slipstream.config import EngineConfig
 from slipstream.engine.build import assemble_engine
 from slipstream.models.base import CausalLM
@@ -16,6 +18,7 @@ from slipstream.testing import toy_grammar  # noqa: F401 - importing it makes th
 from slipstream.testing.adversarial import AdversarialExecutor
 from slipstream.testing.byte_tokenizer import ByteTokenizer
 from slipstream.testing.hash_lm import HashAttention, HashLM
+from slipstream.testing.tiny import tiny_model
 from slipstream.text.detokenize import StopScanner
 from slipstream.types import EngineRequest, SamplingParams
 from tests.engine.harness import Answer, Job, collect
@@ -23,16 +26,26 @@ from tests.engine.harness import Answer, Job, collect
 VOCAB = 64
 CONTEXT = 32
 EOS = 62
+EOS_BIAS = 0.7
 NAN = 63
 NUM_JOBS = 300
+NUM_REAL_JOBS = 60  # of them, those that real models are given
 DIGITS = (32, 37)  # ids of the toy grammar's digits
 TOKENIZER = ByteTokenizer()
+HASH_ATTENTION, REFERENCE = HashAttention(), ReferenceBackend()
 
 
-@lru_cache(maxsize=4)
-def hash_model(num_layers: int) -> HashLM:
-    """The model of a schedule."""
-    return HashLM(VOCAB, CONTEXT, num_layers, eos_token_ids=(EOS,), eos_bias=0.7, nan_token_id=NAN)
+@lru_cache(maxsize=8)
+def model_of(name: str) -> CausalLM:
+    """`hash 1`, `hash 2`: HashLM of that many layers; else the family of a tiny real model. All know the ids of the universe."""
+    if not name.startswith("hash"):
+        return tiny_model(name)
+    return HashLM(VOCAB, CONTEXT, int(name.split()[1]), eos_token_ids=(EOS,), eos_bias=EOS_BIAS, nan_token_id=NAN)
+
+
+def attention_of(name: str) -> AttentionBackend:
+    """The attention backend for a model."""
+    return HASH_ATTENTION if name.startswith("hash") else REFERENCE
 
 
 def stop_text(request: EngineRequest) -> StopScanner:
@@ -53,7 +66,8 @@ def draw_job(rng: random.Random) -> Job:
         return draw_constrained_job(rng)
     alphabet = rng.sample(range(32, 62), rng.choice((4, 6, 10))) if rng.random() < 0.4 else None
     prompt_len = rng.choice((1, 1, 2, 2, 3, 4, 5, 6, 7, 8, 9, 12, 17, CONTEXT - 3, CONTEXT - 1))
-    prompt = tuple(rng.choice(alphabet) if alphabet and rng.random() < 0.7 else rng.randrange(VOCAB - 2) for _ in range(prompt_len))
+    usual = range(VOCAB - 2)
+    prompt = tuple(rng.choice(alphabet if alphabet and rng.random() < 0.7 else usual) for _ in range(prompt_len))
     if rng.random() < 0.02:
         prompt = (*prompt[:-1], NAN)
     fields: dict[str, object] = {"max_tokens": None if rng.random() < 0.05 else rng.choice((1, 2, 2, 3, 3, 4, 4, 5, 6, 8, 10))}
@@ -99,25 +113,20 @@ def draw_constrained_job(rng: random.Random) -> Job:
 
 
 @lru_cache(maxsize=4 * NUM_JOBS)
-def right_answer(num_layers: int, number: int) -> Answer:
-    """What the engine says at lag 0, one request at a time, drafter off. tests/fuzz/test_universe.py holds it against the oracle."""
-    return answer_alone(hash_model(num_layers), jobs()[number], CONTEXT)
-
-
-def answer_alone(model: CausalLM, job: Job, context_len: int) -> Answer:
-    """The reference cell, for any model."""
-    config = EngineConfig(model="in-memory", lag=0, max_num_seqs=1, num_pages=context_len, max_num_batched_tokens=4096, debug=True)
+def right_answer(model: str, number: int) -> Answer:
+    """What the engine says at lag 0, one request at a time, drafter off. Tests hold it against the root oracle."""
+    config = EngineConfig(model="in-memory", lag=0, max_num_seqs=1, num_pages=CONTEXT, max_num_batched_tokens=4096, debug=True)
     engine = assemble_engine(
-        model,
+        model_of(model),
         config,
         eos_token_ids=(EOS,),
         stop_text=stop_text,
-        context_len=context_len,
-        attention=HashAttention() if isinstance(model, HashLM) else None,
+        context_len=CONTEXT,
+        attention=attention_of(model),
         executor=AdversarialExecutor.factory(0, "eager"),
     )
     answers: dict[str, Answer] = {}
-    engine.add(job.request("alone"))
+    engine.add(jobs()[number].request("alone"))
     while engine.has_work:
         collect(engine, answers)
     engine.close()
@@ -125,9 +134,7 @@ def answer_alone(model: CausalLM, job: Job, context_len: int) -> Answer:
 
 
 def _maybe(rng: random.Random, fields: dict[str, object], chance: float, **values: object) -> None:
-    for name, value in values.items():
-        if rng.random() < chance:
-            fields[name] = value
+    fields.update({name: value for name, value in values.items() if rng.random() < chance})
 
 
 def _word(rng: random.Random, alphabet: list[int] | None) -> str:

@@ -22,7 +22,9 @@ def greedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "choose", lambda logits, sampling, nodes, masks: Choice(logits.argmax(1), logits.amax(1)))
 
 
-def rows_of(tokens: list[list[int]], parents: list[list[int]] | None, bases: list[int], limits: list[int], depth: int) -> SampledRows:
+def rows_of(
+    tokens: list[list[int]], parents: list[list[int]] | None, bases: list[int], limits: list[int], depth: int
+) -> SampledRows:
     draft = Draft(
         torch.tensor(tokens, dtype=torch.int64).view(len(tokens), -1),
         torch.tensor([len(row) for row in tokens]),

@@ -162,6 +162,9 @@ class EngineClient:
         self._socket.bind(f"ipc://{path}")
         # -P and the same path: the engine process imports exactly what this one would, never what lies in the current folder.
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
+        # OpenMP's threads spin at barriers; beside a busy process a long spin burns the time slice the other thread needs.
+        # It is read when torch is imported, so it can only be set from outside. Costs nothing on an idle machine.
+        environment.setdefault("GOMP_SPINCOUNT", "1000")
         self._process = await asyncio.create_subprocess_exec(
             sys.executable, "-P", "-m", "slipstream.server.engine_process", stdin=asyncio.subprocess.PIPE, env=environment
         )

@@ -1,0 +1,65 @@
+"""Random schedules. The seed is the commit, so every commit is held against schedules nobody has run before, and can be again."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slipstream.testing.tiny import FAMILIES
+from tests.fuzz.schedule import Schedule, Setting, draw, run, run_seed, shrink
+from tests.fuzz.universe import NUM_REAL_JOBS
+
+NUM_SCHEDULES = 3000
+NUM_REAL_SCHEDULES = 50
+BATCHES = 30
+OUTSIDE_GIT = 20240607
+
+
+def commit_seed() -> int:
+    """A number made of the commit; a constant where there is none."""
+    try:
+        told = subprocess.run(
+            ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=True, timeout=20
+        )
+    except (OSError, subprocess.SubprocessError):
+        return OUTSIDE_GIT
+    return int(told.stdout[:10], 16)
+
+
+@pytest.mark.parametrize("batch", range(BATCHES))
+def test_random_schedules(batch: int) -> None:
+    size = NUM_SCHEDULES // BATCHES
+    first = commit_seed() + batch * size
+    for seed in range(first, first + size):
+        run_seed(seed)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_random_schedules_on_a_real_model(family: str) -> None:
+    for seed in range(NUM_REAL_SCHEDULES // len(FAMILIES)):
+        run_seed(commit_seed() + seed, (family,), NUM_REAL_JOBS)
+
+
+@settings(max_examples=60)
+@given(st.randoms(use_true_random=False))
+def test_schedules_that_hypothesis_draws_and_shrinks(rng: random.Random) -> None:
+    run(draw(rng))
+
+
+def test_a_seed_draws_the_same_schedule_every_time() -> None:
+    assert draw(random.Random(5)) == draw(random.Random(5)) != draw(random.Random(6))
+
+
+def test_shrinking_keeps_what_fails_and_drops_the_rest() -> None:
+    schedule = Schedule(
+        Setting(drafter="rand 3", num_seqs=2),
+        (11, 22, 33),
+        (("add", 0), ("step", 0), ("add", 1), ("abort", 1), ("add", 2), ("step", 0), ("breathe", 0)),
+    )
+    small = shrink(schedule, lambda one: 22 in one.requests and one.setting.lag == 1)
+    assert small == Schedule(Setting(num_seqs=8, num_pages=256), (22,), (("add", 0),))
