@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import random
 import subprocess
+from collections import Counter
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from slipstream.engine.plan import StepPlan, StepResult
+from slipstream.engine.runner import Runner
+from slipstream.engine.scheduler import Launched
+from slipstream.engine.settle import Settler
 from slipstream.testing.tiny import FAMILIES
+from slipstream.types import EngineOutput
 from tests.fuzz.schedule import Schedule, Setting, draw, run, run_seed, shrink
 from tests.fuzz.universe import NUM_REAL_JOBS
 
@@ -49,6 +56,43 @@ def test_random_schedules_on_a_real_model(family: str) -> None:
 @given(st.randoms(use_true_random=False))
 def test_schedules_that_hypothesis_draws_and_shrinks(rng: random.Random) -> None:
     run(draw(rng))
+
+
+def test_schedules_reach_what_they_are_for() -> None:
+    """A fuzzer that never gets anywhere passes too: counts what a few hundred schedules do."""
+    seen: Counter[str] = Counter()
+    original = Runner.run
+
+    def spy(self: Runner, plan: StepPlan) -> StepResult:
+        result = original(self, plan)
+        widths = [row.num_nodes for row in plan.rows]
+        seen["steps"] += 1
+        seen["chunks and rows in one step"] += bool(plan.chunks and plan.rows)
+        seen["several chunks"] += len(plan.chunks) > 1
+        seen["chunks that do not sample"] += any(not chunk.is_last for chunk in plan.chunks)
+        seen["rows of different width"] += len(set(widths)) > 1
+        seen["several drafters"] += len({part.drafter for part in plan.parts}) > 1
+        seen["slots with a new owner"] += any(admit.epoch > 1 for admit in plan.admits)
+        seen["retired while others run"] += bool(plan.retires and plan.rows)
+        seen["runs of several tokens"] += bool((result.accept_lens > 2).any())
+        seen["rejected drafts"] += bool((result.accept_lens[-len(widths) :] <= widths).any()) if widths else False
+        seen["rows at their limit"] += bool((result.accept_lens == 0).any())
+        seen["sick logits"] += bool((result.non_finite >= 0).any())
+        seen["grammars closed"] += bool((result.grammar_ends >= 0).any())
+        return result
+
+    drop = Settler.settle
+
+    def settle(self: Settler, launched: Launched, result: StepResult) -> list[EngineOutput]:
+        seen["results dropped"] += any(request.finish_reason is not None for request in launched.sampled)
+        seen["requests that wait"] += bool(self._scheduler.waiting)
+        return drop(self, launched, result)
+
+    with mock.patch.object(Runner, "run", spy), mock.patch.object(Settler, "settle", settle):
+        for seed in range(300):
+            run_seed(seed)
+    missed = {name: count for name, count in seen.items() if count < 5}
+    assert not missed, f"{missed} of {seen}"
 
 
 def test_a_seed_draws_the_same_schedule_every_time() -> None:

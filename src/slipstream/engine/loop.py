@@ -128,11 +128,13 @@ class Engine:
         self._executor.close()
 
     def _settle_oldest(self) -> None:
-        launched, handle = self._in_flight.popleft()
+        # A step that fails stays the oldest one: the device is lost, and every later step says so again.
+        launched, handle = self._in_flight[0]
         started = time.perf_counter()
         result = handle.result()
         settling = time.perf_counter()
         news = self._settler.settle(launched, result)
+        self._in_flight.popleft()
         for output in news:
             if output.finish_reason is not None:
                 del self._requests[output.request_id]

@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -104,7 +105,9 @@ class Runner:
             with declared("the result travels to the host"):
                 tokens, accept_lens = verdict.tokens.numpy(force=True), verdict.accept_lens.numpy(force=True)
                 non_finite = verdict.non_finite.numpy(force=True)
-        grammar_ends, errors = self._masks.commit(plan, tokens, accept_lens)
+        # Tokens of sick logits mean nothing; a matcher that took them would blame the grammar.
+        sound = np.where(non_finite < 0, accept_lens, non_finite)
+        grammar_ends, errors = self._masks.commit(plan, tokens, sound)
         return StepResult(
             step=plan.step,
             tokens=tokens,

@@ -27,7 +27,10 @@ class StopText(Protocol):
 
 StopTextFactory = Callable[[EngineRequest], StopText]
 
-NOT_FINITE = "the model's logits must be finite, but got NaN or infinity; a wider --dtype (bfloat16, float32) may help"
+NOT_FINITE = (
+    "the model's logits must be finite and leave a token that may come next, but got NaN or infinity (a wider --dtype, bfloat16 "
+    "or float32, may help), or masks (allowed_token_ids, bad_words, min_tokens, a grammar) that together forbid every token"
+)
 
 
 class Settler:
@@ -74,12 +77,12 @@ class Settler:
         run = result.tokens[row, : accepted if sick < 0 else sick].tolist()
         ended = self._cut(request, run, int(result.grammar_ends[row]))
         error = None
-        if sick >= 0 and ended.finish_reason is None:
-            ended = Cut(len(run), FinishReason.ERROR)
-            error = ("NonFiniteLogits", NOT_FINITE)
-        elif row in result.grammar_errors and ended.finish_reason is None:
+        if row in result.grammar_errors:  # its masks may have allowed anything: none of the run counts, however it ended
             ended = Cut(0, FinishReason.ERROR)
             error = ("EngineError", result.grammar_errors[row])
+        elif sick >= 0 and ended.finish_reason is None:
+            ended = Cut(len(run), FinishReason.ERROR)
+            error = ("NonFiniteLogits", NOT_FINITE)
         kept = tuple(run[: ended.num_tokens])
         request.tokens.extend(kept)
         # The last kept token is the target's own, unless the cut fell inside the drafted part.

@@ -1,0 +1,195 @@
+"""What the cases of this folder share: draft modes, a model that says what it is told, a watched engine, answers as text.
+
+self_chain and self_tree draft the target's own samples: nearly everything is accepted. rand drafts anything: nearly nothing is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from slipstream.attention.base import AttentionStep
+from slipstream.engine.executor import Device, Executor, StepHandle, ThreadExecutor
+from slipstream.engine.loop import Engine
+from slipstream.engine.plan import StepPlan, StepResult
+from slipstream.frontend.assemble import Assembler, Delta
+from slipstream.frontend.model_info import ModelInfo
+from slipstream.frontend.prepare import Frontend
+from slipstream.llm import LLM
+from slipstream.models.base import CausalLM
+from slipstream.speculate.off import Off
+from slipstream.testing import drafters as d
+from slipstream.testing.byte_tokenizer import ByteTokenizer
+from slipstream.types import RequestOutput, SamplingParams
+from tests.engine.harness import Answer, DrafterFactory, Job, make_engine, reference
+
+MODES: dict[str, Callable[[int], DrafterFactory]] = {
+    "self_chain": lambda k: d.self_chain(k),
+    "self_tree": lambda k: d.self_tree(k),
+    "rand": lambda k: d.rand_chain(k, beyond=9),
+}
+WITH_OFF = {"off": lambda k: lambda target: Off(), **MODES}
+PRINTABLE = tuple(range(32, 127))
+FAVOUR = 100.0  # above any logit, bias and noise of the models here
+
+
+def greedy(max_tokens: int, **more: object) -> SamplingParams:
+    return SamplingParams(**{"temperature": 0.0, "max_tokens": max_tokens, **more})  # type: ignore[arg-type]
+
+
+def text_ids(text: str) -> tuple[int, ...]:
+    return tuple(ByteTokenizer().encode(text))
+
+
+class Parrot:
+    """A model that prefers a given token at each position; all other logits, and the KV, are those of the model it wraps.
+
+    Args:
+        base: the wrapped model.
+        script: position -> the preferred token there.
+    """
+
+    def __init__(self, base: CausalLM, script: Sequence[int]) -> None:
+        self.vocab_size, self.context_len, self.dtype = base.vocab_size, base.context_len, base.dtype
+        self.num_layers, self.kv_layers = base.num_layers, base.kv_layers
+        self.hidden_size = base.hidden_size + 1  # the last one is the position
+        self._base = base
+        self._script = torch.tensor([*script, 0])  # behind the last position nothing is sampled
+
+    def forward(self, tokens: Tensor, attention: AttentionStep, taps: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
+        hidden, tapped = self._base.forward(tokens, attention, taps)
+        return torch.cat([hidden, attention.layout.positions[:, None].to(hidden.dtype)], 1), tapped
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        preferred = self._script[hidden[:, -1].long() + 1]
+        logits = self._base.logits(hidden[:, :-1])
+        return logits.scatter_add(1, preferred[:, None], torch.full_like(logits[:, :1], FAVOUR))
+
+
+@dataclass
+class Watch:
+    """All plans, and for each request how many tokens each of its steps committed, those behind its end included."""
+
+    plans: list[StepPlan] = field(default_factory=list)
+    runs: dict[str, list[int]] = field(default_factory=dict)
+    owners: dict[tuple[int, int], str] = field(default_factory=dict)  # (slot, epoch) -> request id
+
+    def over(self, make: Callable[[Device], Executor] = ThreadExecutor) -> Callable[[Device], Executor]:
+        """An executor that tells this watch."""
+        return lambda device: _WatchedExecutor(make(device), self)
+
+    def submitted(self, plan: StepPlan) -> None:
+        self.plans.append(plan)
+        self.owners.update({(admit.slot, admit.epoch): admit.request.request_id for admit in plan.admits})
+
+    def came_back(self, plan: StepPlan, result: StepResult) -> None:
+        for part, accepted in zip(plan.sampled, result.accept_lens, strict=True):
+            self.runs.setdefault(self.owners[part.slot, part.epoch], []).append(int(accepted))
+
+    def was_cut_inside(self, request_id: str, answer: Answer) -> bool:
+        """Whether the step that ended the answer had committed tokens behind its end."""
+        kept = len(answer.token_ids)
+        return next(total for total in accumulate(self.runs[request_id]) if total >= kept) > kept
+
+    def names(self, plan: StepPlan) -> list[str]:
+        """Requests that a plan computes something for."""
+        return [self.owners[part.slot, part.epoch] for part in plan.parts]
+
+
+class _WatchedExecutor:
+    def __init__(self, inner: Executor, watch: Watch) -> None:
+        self._inner, self._watch = inner, watch
+
+    def submit(self, plan: StepPlan) -> StepHandle:
+        self._watch.submitted(plan)
+        return _WatchedHandle(self._inner.submit(plan), plan, self._watch)
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+class _WatchedHandle:
+    def __init__(self, inner: StepHandle, plan: StepPlan, watch: Watch) -> None:
+        self._inner, self._plan, self._watch = inner, plan, watch
+
+    def done(self) -> bool:
+        return self._inner.done()
+
+    def result(self) -> StepResult:
+        result = self._inner.result()
+        self._watch.came_back(self._plan, result)
+        return result
+
+
+def oracle(model: CausalLM, job: Job, eos: tuple[int, ...] = ()) -> Answer:
+    """The answer at lag 0, alone, without a drafter."""
+    return reference(model, [job], eos=eos)[0]
+
+
+def assert_drafts_count(mode: str, answers: Sequence[Answer], at_least: float = 0.6) -> None:
+    """That the mode does what it is for: most of SELF's tokens come from drafts, hardly any of RAND's drafts is accepted."""
+    drafted, accepted = sum(a.num_drafted for a in answers), sum(a.num_accepted for a in answers)
+    num_tokens = sum(len(a.token_ids) for a in answers)
+    assert drafted > 0
+    if mode == "rand":
+        assert accepted < 0.1 * drafted, (accepted, drafted)
+    else:
+        assert accepted > at_least * num_tokens, (accepted, num_tokens)
+
+
+@dataclass
+class Streamed:
+    """One prompt's answers with the deltas that made them."""
+
+    output: RequestOutput
+    deltas: list[Delta]
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_drafted: int
+    num_accepted: int
+
+    @property
+    def text(self) -> str:
+        return "".join(delta.text for delta in self.deltas)
+
+
+def model_info(engine: Engine, eos: tuple[int, ...]) -> ModelInfo:
+    return ModelInfo("tiny", ByteTokenizer(), None, engine.vocab_size, engine.context_len, eos)
+
+
+def streamed(model: CausalLM, prompt: str, params: SamplingParams, *, eos: tuple[int, ...] = (), **cell: object) -> Streamed:
+    """One prompt through front, engine and assembler, delta by delta."""
+    engine = make_engine(model, eos=eos, **cell)  # type: ignore[arg-type]
+    info = model_info(engine, eos)
+    prepared = Frontend(info).prepare("one", prompt, params)
+    assembler = Assembler(prepared, info)
+    deltas, drafted, accepted = [], 0, 0
+    for request in prepared.requests:
+        engine.add(request)
+    try:
+        while engine.has_work:
+            for output in engine.step():
+                deltas.append(assembler.push(output))
+                if output.finish_reason is not None:
+                    drafted, accepted = drafted + output.num_drafted, accepted + output.num_accepted
+        stats = engine.stats()
+    finally:
+        engine.close()
+    assert assembler.is_finished
+    assert (stats.num_drafted, stats.num_accepted) == (drafted, accepted), "the totals must be the sum of the requests'"
+    assert stats.num_output_tokens == assembler.num_output_tokens
+    output = assembler.request_output()
+    return Streamed(output, deltas, assembler.num_prompt_tokens, assembler.num_output_tokens, drafted, accepted)
+
+
+def generated(
+    model: CausalLM, prompts: Sequence[str], params: SamplingParams, *, eos: tuple[int, ...] = (), **cell: object
+) -> list[RequestOutput]:
+    """Prompts through `LLM.generate`, all at once."""
+    engine = make_engine(model, eos=eos, **cell)  # type: ignore[arg-type]
+    with LLM.around(engine, model_info(engine, eos), max_num_seqs=64) as llm:
+        return llm.generate(prompts, params, use_tqdm=False)
