@@ -6,12 +6,12 @@ import copy
 
 import pytest
 
-import slipstream.testing.toy_grammar  # noqa: F401 - makes the kind "digits" known
 from slipstream.layers.decoder import Decoder
 from slipstream.layers.embedding import Embedding
 from slipstream.testing.drafters import DrafterFactory, rand_chain, rand_tree
 from slipstream.testing.hash_lm import HashLM
 from slipstream.testing.tiny import tiny_model
+from slipstream.testing.toy_grammar import DigitsMatcher
 from slipstream.types import FinishReason, SamplingParams
 from tests.engine.harness import Job, assert_equal, make_engine, reference, run
 
@@ -38,6 +38,22 @@ def test_logits_that_are_not_finite_are_not_blamed_on_the_grammar(lag: int) -> N
     model = HashLM(vocab_size=64, context_len=64, nan_token_id=2)
     (answer,) = run(model, [Job((1, 2), greedy(8), grammar=("digits", "10-19:3"))], lag=lag)
     assert answer.error is not None and answer.error[0] == "NonFiniteLogits"
+
+
+@pytest.mark.parametrize("drafter", [rand_chain(3, beyond=40), rand_tree(5, beyond=40)])
+def test_a_matcher_never_sees_an_id_that_a_drafter_made_up(drafter: DrafterFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A matcher may well raise for an id outside its vocabulary; that ended the request, where plain decoding answers it."""
+    accept = DigitsMatcher.accept
+
+    def strict(self: DigitsMatcher, token: int) -> bool:
+        if not 0 <= token < 64:
+            raise ValueError(f"no such token: {token}")
+        return accept(self, token)
+
+    monkeypatch.setattr(DigitsMatcher, "accept", strict)
+    model = HashLM(vocab_size=64, context_len=64)
+    jobs = [Job((1, 2), SamplingParams(max_tokens=12), seed=seed, grammar=("digits", "10-19:3")) for seed in range(4)]
+    assert_equal(run(model, jobs, lag=1, drafters={"d": drafter}), reference(model, jobs), "made-up ids")
 
 
 @LAGS

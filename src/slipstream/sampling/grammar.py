@@ -222,17 +222,18 @@ class MaskWorker:
                     continue
                 chain = range(count)
                 above = list(chain) if parents is None else parents[i, :count].tolist()
-                _fill_tree(row.matcher, own, tokens[i, :count].tolist(), above)
+                _fill_tree(row.matcher, own, tokens[i, :count].tolist(), above, self._vocab_size)
             if row.error is not None:
                 own[:] = ALLOW_ALL
         return HostMasks(nodes.astype(np.int64, copy=False), bits)
 
 
-def _fill_tree(matcher: Matcher, bits: BitArray, tokens: list[int], parents: list[int]) -> None:
+def _fill_tree(matcher: Matcher, bits: BitArray, tokens: list[int], parents: list[int], vocab_size: int) -> None:
     """Masks of the root (row 0 of bits) and of the nodes below it; the matcher ends where it began.
 
     A node whose token its parent's mask forbids, and all below it, are never accepted, and behind the token that closes the
-    grammar everything is cut off: these allow everything.
+    grammar everything is cut off: these allow everything. Ids that do not exist, which a drafter may make up, are forbidden
+    anyway; no matcher gets to see one.
     """
     children: list[list[int]] = [[] for _ in bits]
     for place, parent in enumerate(parents):
@@ -255,7 +256,7 @@ def _fill_tree(matcher: Matcher, bits: BitArray, tokens: list[int], parents: lis
             path.pop()
             if path:
                 matcher.rollback(1)
-        elif matcher.accept(tokens[child - 1]):
+        elif 0 <= tokens[child - 1] < vocab_size and matcher.accept(tokens[child - 1]):
             path.append(enter(child))
     bits[~reached] = ALLOW_ALL
 
