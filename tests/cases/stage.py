@@ -77,16 +77,22 @@ class Watch:
     plans: list[StepPlan] = field(default_factory=list)
     runs: dict[str, list[int]] = field(default_factory=dict)
     owners: dict[tuple[int, int], str] = field(default_factory=dict)  # (slot, epoch) -> request id
+    unsettled: list[StepPlan] = field(default_factory=list)
 
     def over(self, make: Callable[[Device], Executor] = ThreadExecutor) -> Callable[[Device], Executor]:
         """An executor that tells this watch."""
         return lambda device: _WatchedExecutor(make(device), self)
 
     def submitted(self, plan: StepPlan) -> None:
+        busy = {part.slot for step in self.unsettled for part in step.parts}
+        # Steps run in order here, so no answer would show it: a slot must not change hands while a step names it.
+        assert not busy.intersection(admit.slot for admit in plan.admits), (plan.step, busy)
         self.plans.append(plan)
+        self.unsettled.append(plan)
         self.owners.update({(admit.slot, admit.epoch): admit.request.request_id for admit in plan.admits})
 
     def came_back(self, plan: StepPlan, result: StepResult) -> None:
+        assert self.unsettled.pop(0) is plan
         for part, accepted in zip(plan.sampled, result.accept_lens, strict=True):
             self.runs.setdefault(self.owners[part.slot, part.epoch], []).append(int(accepted))
 

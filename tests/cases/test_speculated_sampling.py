@@ -57,10 +57,9 @@ def test_s17_penalties_advance_with_every_token(mode: str, lag: int, penalty: st
     assert_drafts_count(mode, got)
 
 
-@pytest.mark.parametrize("k", [1, 3, 7])
 @each_lag
 @each_mode
-def test_s17_min_tokens_ends_at_its_token(mode: str, lag: int, k: int) -> None:
+def test_s17_min_tokens_ends_at_its_token(mode: str, lag: int) -> None:
     """EOS is the favourite from token 3 on and forbidden for 20 tokens: it comes as token 21, not later and not earlier."""
     base = HashLM(vocab_size=64, context_len=128)
     prompt = (5, 9, 2, 7, 1)
@@ -68,12 +67,12 @@ def test_s17_min_tokens_ends_at_its_token(mode: str, lag: int, k: int) -> None:
     model = Parrot(base, script)
     jobs = [Job(prompt, greedy(60, min_tokens=20)), Job(prompt, greedy(60)), Job(prompt, greedy(60, min_tokens=2))]
     watch = Watch()
-    got = run(model, jobs, lag=lag, drafters={mode: MODES[mode](k)}, executor=watch.over())
-    assert_equal(got, reference(model, jobs), (mode, lag, k))
+    got = run(model, jobs, lag=lag, drafters={mode: MODES[mode](7)}, executor=watch.over())
+    assert_equal(got, reference(model, jobs), (mode, lag))
     assert [len(answer.token_ids) for answer in got] == [21, 3, 3]
     for answer in got:
         assert answer.token_ids.index(EOS) == len(answer.token_ids) - 1 and answer.finish_reason is FinishReason.STOP
-    if mode != "rand" and k == 7:
+    if mode != "rand":
         assert watch.was_cut_inside("r0", got[0]), "token 21 must lie inside a run"
 
 
@@ -95,14 +94,13 @@ def test_s17_min_tokens_on_a_real_model(mode: str, lag: int) -> None:
 # S19
 
 
-@each_lag
 @each_mode_and_off
-def test_s19_unseeded_requests_have_streams_of_their_own(mode: str, lag: int) -> None:
+def test_s19_unseeded_requests_have_streams_of_their_own(mode: str) -> None:
     """Sixteen times the same prompt, one after the other and at once: unseeded all differ, with a seed none do."""
     model = tiny_model("llama")
-    cell = {"lag": lag, "eos": (), "batch": 16, "drafters": {mode: WITH_OFF[mode](3)}}
-    sampled = SamplingParams(max_tokens=24, allowed_token_ids=PRINTABLE)
-    seeded = SamplingParams(max_tokens=24, allowed_token_ids=PRINTABLE, seed=5)
+    cell = {"lag": 1, "eos": (), "batch": 16, "drafters": {mode: WITH_OFF[mode](3)}}
+    sampled = SamplingParams(max_tokens=12, allowed_token_ids=PRINTABLE)
+    seeded = SamplingParams(max_tokens=12, allowed_token_ids=PRINTABLE, seed=5)
     # A new engine for each half: what an engine draws must not start over when the server does.
     at_once = [one.outputs[0].text for one in generated(model, [MOO] * 16, sampled, **cell)]
     in_series = [streamed(model, MOO, sampled, **cell).text for _ in range(4)]
@@ -110,7 +108,7 @@ def test_s19_unseeded_requests_have_streams_of_their_own(mode: str, lag: int) ->
     assert len({*at_once, *in_series}) == 32
     same = [one.outputs[0].text for one in generated(model, [MOO] * 16, seeded, **cell)]
     same += [one.outputs[0].text for one in generated(model, [MOO] * 4, seeded, **{**cell, "batch": 1})]
-    assert set(same) == {seeded_text()}
+    assert set(same) == {seeded_text()[:12]}
 
 
 @cache
@@ -129,10 +127,15 @@ def test_s19_each_of_n_answers_has_its_own_stream(mode: str, lag: int) -> None:
     (got,) = generated(model, [MOO], params, lag=lag, drafters={mode: MODES[mode](3)})
     texts = [answer.text for answer in got.outputs]
     assert len(set(texts)) == 5 and texts[0] == seeded_text()
-    single = SamplingParams(max_tokens=24, allowed_token_ids=PRINTABLE)
-    for answer in got.outputs:
-        wanted = oracle(model, Job(text_ids(MOO), single, seed=seed_i(5, answer.index)))
-        assert answer.token_ids == wanted.token_ids
+    assert [answer.token_ids for answer in got.outputs] == alone_with_seeds_of_n()
+
+
+@cache
+def alone_with_seeds_of_n() -> list[list[int]]:
+    """The plain engine's answers to the seeds that n answers of seed 5 have."""
+    params = SamplingParams(max_tokens=24, allowed_token_ids=PRINTABLE)
+    jobs = [Job(text_ids(MOO), params, seed=seed_i(5, index)) for index in range(5)]
+    return [answer.token_ids for answer in reference(tiny_model("llama"), jobs)]
 
 
 # S21
@@ -147,16 +150,15 @@ def wanted_of_s21(heat: str) -> list[Answer]:
 
 
 @pytest.mark.parametrize("heat", ["greedy", "temperature 1"])
-@pytest.mark.parametrize("k", [1, 3, 7])
 @each_lag
 @each_mode
-def test_s21_a_logprob_for_every_token(mode: str, lag: int, k: int, heat: str) -> None:
+def test_s21_a_logprob_for_every_token(mode: str, lag: int, heat: str) -> None:
     """Four requests of different lengths: one entry a token, its own, with the five best tokens in order."""
     jobs = TALL if heat == "greedy" else WARM
-    got = run(tiny_model("llama"), jobs, lag=lag, eos=(), drafters={mode: MODES[mode](k)})
+    got = run(tiny_model("llama"), jobs, lag=lag, eos=(), drafters={mode: MODES[mode](7)})
     wanted = wanted_of_s21(heat)
-    assert_equal(got, wanted, (mode, lag, k, heat))
-    assert_drafts_count(mode, got, at_least=0.6 * k / (k + 1))
+    assert_equal(got, wanted, (mode, lag, heat))
+    assert_drafts_count(mode, got, at_least=0.5)
     for answer, other in zip(got, wanted, strict=True):
         assert len(answer.logprobs) == len(answer.token_ids)
         for token, entry, same in zip(answer.token_ids, answer.logprobs, other.logprobs, strict=True):

@@ -1,13 +1,12 @@
-"""Reported failures of speculation and overlap, as tests: stops, limits, counts, slots, budgets and cancelled requests."""
+"""Reported failures of speculation and overlap, as tests: stops, limits, counts, slots and budgets."""
 
 from __future__ import annotations
 
 import itertools
-from functools import cache, partial
+from functools import cache
 
 import pytest
 
-import slipstream.testing.toy_grammar  # noqa: F401 - makes the kind "digits" known
 from slipstream.engine.executor import ThreadExecutor
 from slipstream.errors import ContextLengthExceeded
 from slipstream.models.base import CausalLM
@@ -108,22 +107,21 @@ def wanted_of_s01(end: str) -> list[Answer]:
 
 
 @pytest.mark.parametrize("kept", [False, True], ids=["left out", "kept"])
-@pytest.mark.parametrize("k", [1, 3, 7])
 @each_lag
 @each_mode
-def test_s02_a_stop_string_early_in_a_run(mode: str, lag: int, k: int, kept: bool) -> None:
+def test_s02_a_stop_string_early_in_a_run(mode: str, lag: int, kept: bool) -> None:
     """The first "beta" ends the answer, streamed and not, with and without the string itself, however long the run it is in."""
     model = Parrot(HashLM(vocab_size=259, context_len=1024), text_ids((LINE + "\n") * 33)[:1024])
     params = greedy(64, stop=("beta",), include_stop_str_in_output=kept)
     watch = Watch()
-    cell = {"lag": lag, "drafters": {mode: MODES[mode](k)}}
+    cell = {"lag": lag, "drafters": {mode: MODES[mode](7)}}
     stream = streamed(model, TWENTY_LINES, params, executor=watch.over(), **cell)
     (plain,) = generated(model, [TWENTY_LINES], params, **cell)
     answer = plain.outputs[0]
     assert answer.text == stream.text == ("\nalpha beta" if kept else "\nalpha ")
     assert answer == stream.output.outputs[0] and answer.token_ids == list(text_ids("\nalpha beta"))
     assert (answer.finish_reason, answer.stop_reason, len(answer.token_ids)) == ("stop", "beta", 11)
-    if mode != "rand" and k == 7:
+    if mode != "rand":
         assert watch.was_cut_inside("one#0", Answer(answer.token_ids)), "the run must go on behind the stop"
 
 
@@ -163,39 +161,39 @@ def test_s06_counts_follow_the_cut(mode: str, lag: int, end: str) -> None:
 # S12
 
 
+@pytest.mark.parametrize("turn", [0, *(pytest.param(turn, marks=pytest.mark.slow) for turn in range(1, 5))])
 @each_mode_and_off
-def test_s12_slots_that_change_owner_all_the_time(mode: str) -> None:
+def test_s12_slots_that_change_owner_all_the_time(mode: str, turn: int) -> None:
     """Two slots, 200 requests of 1, 2, 3 or 30 tokens: a slot gets its next owner while the step before is hardly over."""
     model, jobs, wanted = short_requests()
-    executors = [ThreadExecutor, ThreadExecutor, *(AdversarialExecutor.factory(5, mood) for mood in ("eager", "lazy", "mixed"))]
-    for turn, executor in enumerate(executors):
-        watch = Watch()
-        got = run(
-            model,
-            jobs,
-            lag=1,
-            batch=2,
-            page_size=(1, 16)[turn % 2],
-            drafters={mode: WITH_OFF[mode]((1, 3, 7)[turn % 3])},
-            executor=watch.over(executor),
-            order=("newest", "oldest")[turn % 2],
-        )
-        assert_equal(got, wanted, (mode, turn))
-        owners = [(admit.slot, plan.step) for plan in watch.plans for admit in plan.admits]
-        assert len(owners) == 200 and len({slot for slot, _ in owners}) == 2
-        last_named: dict[int, int] = {}
-        quick = 0
-        for plan in watch.plans:
-            quick += sum(plan.step - last_named.get(admit.slot, -9) <= 2 for admit in plan.admits)
-            last_named.update({part.slot: plan.step for part in plan.parts})
-        assert quick > 150, "nearly all slots must change owner within two steps of their last use"
+    executors = (ThreadExecutor, *(AdversarialExecutor.factory(5, mood) for mood in ("lazy", "eager", "mixed")), ThreadExecutor)
+    watch = Watch()
+    got = run(
+        model,
+        jobs,
+        lag=1,
+        batch=2,
+        page_size=(1, 16)[turn % 2],
+        drafters={mode: WITH_OFF[mode]((7, 3, 1)[turn % 3])},
+        executor=watch.over(executors[turn]),
+        order=("newest", "oldest")[turn % 2],
+    )
+    assert_equal(got, wanted, (mode, turn))
+    admitted = [admit.slot for plan in watch.plans for admit in plan.admits]
+    assert len(admitted) == 200 and len(set(admitted)) == 2
+    last_named: dict[int, int] = {}
+    quick = 0
+    for plan in watch.plans:
+        quick += sum(plan.step - last_named.get(admit.slot, -9) <= 2 for admit in plan.admits)
+        last_named.update({part.slot: plan.step for part in plan.parts})
+    assert quick > 150, "nearly all slots must change owner within two steps of their last use"
 
 
 @cache
 def short_requests() -> tuple[CausalLM, list[Job], list[Answer]]:
     model = HashLM(vocab_size=64, context_len=64, eos_token_ids=(EOS,))
-    jobs = [Job(tuple((n * 7 + i * i) % 60 for i in range(1 + n % 5)), greedy((1, 2, 3, 30)[n % 4])) for n in range(200)]
-    return model, jobs, reference(model, jobs)
+    jobs = [Job(tuple((n * 7 + i * i) % 60 for i in range(1 + n % 5)), greedy((1, 2, 3, 30)[n % 4])) for n in range(40)]
+    return model, jobs * 5, reference(model, jobs) * 5
 
 
 @each_mode_and_off
@@ -243,7 +241,7 @@ def test_s14_drafts_count_in_the_budget_of_a_step(mode: str, lag: int) -> None:
 @cache
 def eight_and_a_long_one() -> tuple[CausalLM, list[Job], list[Answer]]:
     model = HashLM(vocab_size=64, context_len=1100)
-    jobs = [Job(tuple((n * 11 + i) % 64 for i in range(6)), greedy(90)) for n in range(8)]
+    jobs = [Job(tuple((n * 11 + i) % 64 for i in range(6)), greedy(70)) for n in range(8)]
     jobs.append(Job(tuple(i * i % 61 for i in range(1000)), greedy(4)))
     return model, jobs, reference(model, jobs, eos=())
 
@@ -252,13 +250,19 @@ def eight_and_a_long_one() -> tuple[CausalLM, list[Job], list[Answer]]:
 @each_mode
 def test_s14_more_rows_than_a_step_has_tokens(mode: str, lag: int) -> None:
     """Twelve rows, eight tokens a step: all get their turn."""
-    model = HashLM(vocab_size=64, context_len=128)
-    jobs = [Job(tuple((n * 11 + i) % 64 for i in range(1 + n % 2)), greedy(30 + n)) for n in range(12)]
+    model, jobs, wanted = twelve_rows()
     watch = Watch()
     got = run(model, jobs, lag=lag, chunk=8, batch=12, eos=(), drafters={mode: MODES[mode](7)}, executor=watch.over())
-    assert_equal(got, reference(model, jobs, eos=()), (mode, lag))
+    assert_equal(got, wanted, (mode, lag))
     assert max(plan.num_tokens for plan in watch.plans) <= 8
     assert len(watch.owners) == 12 and any(len(plan.rows) == 8 for plan in watch.plans), "a step must have been too small for all"
+
+
+@cache
+def twelve_rows() -> tuple[CausalLM, list[Job], list[Answer]]:
+    model = HashLM(vocab_size=64, context_len=128)
+    jobs = [Job(tuple((n * 11 + i) % 64 for i in range(1 + n % 2)), greedy(30 + n)) for n in range(12)]
+    return model, jobs, reference(model, jobs, eos=())
 
 
 # S16
@@ -270,7 +274,7 @@ def test_s14_more_rows_than_a_step_has_tokens(mode: str, lag: int) -> None:
 def test_s16_drafts_stop_at_the_end_of_the_context(mode: str, lag: int, k: int) -> None:
     """An answer that wants 1,000 tokens fills the context to its last position, of a context of 256 and of the model's own."""
     model = tiny_model("qwen2")
-    for context_len, prompt_len in ((256, 200), (model.context_len, model.context_len - 56)):
+    for context_len, prompt_len in ((256, 200), (model.context_len, model.context_len - 56))[: 1 + (k == 7)]:
         job = Job(tuple(i * i % 251 for i in range(prompt_len)), greedy(1000, ignore_eos=True))
         watch = Watch()
         cell = {"context_len": context_len, "drafters": {mode: MODES[mode](k)}, "executor": watch.over()}
@@ -278,7 +282,8 @@ def test_s16_drafts_stop_at_the_end_of_the_context(mode: str, lag: int, k: int) 
         assert_equal([got], context_filled(prompt_len, context_len), (mode, lag, k))
         assert prompt_len + len(got.token_ids) == context_len and got.finish_reason is FinishReason.LENGTH
         assert_drafts_count(mode, [got], at_least=0.75 * k / (k + 1))
-        assert all(row.max_len < context_len for plan in watch.plans for row in plan.rows)
+        # At lag 0 max_len is exact; at lag 1 it is a bound, and the step in flight may have left more room than it says.
+        assert all(row.max_len + (lag == 0) * row.num_nodes < context_len for plan in watch.plans for row in plan.rows)
         pages = [page for plan in watch.plans for delta in plan.page_deltas for page in delta.pages]
         assert len(pages) * 16 == context_len, "drafts need no page behind the last position"
 
@@ -297,97 +302,3 @@ def test_s16_the_front_refuses_more_than_the_context_holds() -> None:
         generated(model, ["x" * 200], greedy(1000), **cell)
     (filled,) = generated(model, ["x" * 200], SamplingParams(temperature=0.0, max_tokens=None), **cell)
     assert len(filled.outputs[0].token_ids) == 56 and filled.outputs[0].finish_reason == "length"
-
-
-# S27
-
-STAGES = ("queued", "prefilling", "first", "running")
-
-
-@pytest.mark.parametrize("victim", ["plain", "grammar"])
-@pytest.mark.parametrize("stage", STAGES)
-@each_mode_and_off
-def test_s27_cancelled_at_every_stage(mode: str, stage: str, victim: str) -> None:
-    """A cancelled request says nothing more and ends once; its neighbours, and its successor, are not touched."""
-    model = HashLM(vocab_size=64, context_len=256)
-    digits = Job(tuple(range(40)), greedy(60, temperature=1.0), seed=4, grammar=("digits", "10-59:3"))
-    plain = Job(tuple(range(3, 43)), greedy(60))
-    dying, other = (plain, digits) if victim == "plain" else (digits, plain)
-    jobs = {"r10": Job(tuple(range(9)), greedy(150)), "other": other, "r1": dying}
-    batch = 2 if stage == "queued" else 3
-    engine = make_engine(model, lag=1, batch=batch, chunk=24, eos=(), drafters={mode: WITH_OFF[mode](3)})
-    answers: dict[str, Answer] = {}
-    try:
-        for name, job in jobs.items():
-            engine.add(job.request(name))
-        step_until(stage, partial(collect, engine, answers), lambda: len(answers.get("r1", Answer()).token_ids), engine)
-        said = list(answers.get("r1", Answer()).token_ids)
-        assert "r10" not in answers or answers["r10"].finish_reason is None
-        before = engine.num_running + engine.num_waiting
-        engine.abort("r1")
-        engine.abort("r1")
-        engine.abort("")
-        assert engine.num_running + engine.num_waiting == before - 1, "r1 must be gone at once, and nobody else"
-        engine.add(dying.request("again"))
-        drain(engine, answers)
-        assert engine.num_running == engine.num_waiting == 0
-        engine.abort("r1")
-        assert not engine.has_work
-    finally:
-        engine.close()
-    ended = answers.pop("r1")
-    assert ended.finish_reason is FinishReason.ABORT and ended.terminal_events == 1 and ended.error is None
-    assert ended.token_ids == said, "nothing may be said after the cancel"
-    wanted = dict(zip(["r10", "other", "again"], reference(model, [jobs["r10"], other, dying], eos=()), strict=True))
-    assert said == wanted["again"].token_ids[: len(said)] and len(said) < len(wanted["again"].token_ids)
-    assert_equal([answers[name] for name in wanted], list(wanted.values()), (mode, stage, victim))
-
-
-def step_until(stage: str, step, said, engine) -> None:  # type: ignore[no-untyped-def]
-    """Step to where a request is queued, half prefilled, has just said its first words, or is in the middle of its answer."""
-    if stage == "queued":
-        step()
-        assert engine.num_waiting == 1
-        return
-    for _ in range(200):
-        prefilling = [r for r in engine.scheduler.running if r.request_id == "r1" and r.prefilled]
-        if stage == "prefilling" and prefilling and prefilling[0].is_prefilling:
-            return
-        if (stage == "first" and said()) or (stage == "running" and said() > 6):
-            return
-        step()
-    raise AssertionError(f"r1 must come to the stage {stage!r}")
-
-
-@each_mode_and_off
-def test_s27_nothing_runs_on_behind_a_cancel(mode: str) -> None:
-    """A lone request, cancelled in the middle of its answer, leaves nothing behind after the step in flight."""
-    engine = make_engine(HashLM(vocab_size=64, context_len=512), lag=1, eos=(), drafters={mode: WITH_OFF[mode](7)})
-    answers: dict[str, Answer] = {}
-    try:
-        engine.add(Job((1, 2, 3), greedy(400)).request("lone"))
-        while len(answers.get("lone", Answer()).token_ids) < 20:
-            collect(engine, answers)
-        engine.abort("lone")
-        assert engine.num_running == 0
-        steps = engine.stats().num_steps
-        drain(engine, answers, max_steps=3)
-        assert engine.stats().num_steps <= steps + 1
-    finally:
-        engine.close()
-    assert answers["lone"].finish_reason is FinishReason.ABORT and answers["lone"].terminal_events == 1
-
-
-def test_s27_a_cancel_before_the_first_step() -> None:
-    """Cancelled before anything ran: one end, and the device never hears of it."""
-    watch = Watch()
-    engine = make_engine(HashLM(), lag=1, drafters={"self_chain": MODES["self_chain"](7)}, executor=watch.over())
-    answers: dict[str, Answer] = {}
-    try:
-        engine.add(Job((1, 2, 3), greedy(40)).request("r1"))
-        engine.abort("r1")
-        drain(engine, answers)
-    finally:
-        engine.close()
-    assert answers["r1"].finish_reason is FinishReason.ABORT and answers["r1"].terminal_events == 1
-    assert not watch.plans
