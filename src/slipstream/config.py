@@ -100,9 +100,6 @@ class EngineConfig(BaseModel):
     speculate: Words = _setting(
         "Decoding", (), "Drafter, as `name` or `name:key=value,key=value`; `off` is plain decoding."
     )
-    accept: Literal["coupled"] = _setting(
-        "Decoding", "coupled", "How drafts are accepted: coupled gives the same tokens as plain decoding, for any seed."
-    )
     attention_backend: str = _setting("Decoding", "auto", "Attention implementation, or auto.", min_length=1)
     logprobs_mode: Literal["raw", "processed"] = _setting(
         "Decoding", "raw", "Logprobs of the model's own logits, or of what penalties, masks and temperature made of them."

@@ -27,6 +27,8 @@ BAD_REQUESTS = {
 }
 BAD_CONFIGS = {
     "cuda is untested": EngineConfig(device="cuda"),
+    "unknown drafter": EngineConfig(speculate=("nope:width=4",)),
+    "unknown attention backend": EngineConfig(attention_backend="nope"),
     "more than one drafter": EngineConfig(speculate=("off", "off")),
     "too few tokens a step": EngineConfig(max_num_batched_tokens=1),
 }

@@ -82,10 +82,9 @@ def test_masks_that_leave_no_token_are_named_in_the_error() -> None:
     assert "allowed_token_ids" in answer.error[1] and "min_tokens" in answer.error[1]
 
 
-@pytest.mark.xfail(reason="reference attention multiplies keys and values of rejected nodes by a zero weight: NaN spreads")
 @pytest.mark.parametrize("drafter", [rand_chain(3), rand_tree(5)])
 def test_a_drafted_token_whose_states_are_not_finite_spoils_nothing(drafter: DrafterFactory) -> None:
-    """Plain decoding never computes that token; with a draft the root's own logits become NaN."""
+    """Plain decoding never computes that token; a rejected draft of it once made its whole row NaN."""
     whole = tiny_model("llama")
     assert isinstance(whole, Decoder)
     job = Job((5, 6, 7, 8), greedy(12, ignore_eos=True))

@@ -78,7 +78,8 @@ class AttentionStep(Protocol):
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """Write key and value [T, kv_heads, dim] of `layer` to the cache, then attend.
 
-        query: [T, heads, dim]; heads is a multiple of kv_heads. Returns [T, heads, value_dim] in query's dtype.
+        query: [T, heads, dim]; heads is a multiple of kv_heads. Returns [T, heads, value_dim] in query's dtype. A draft node
+        whose key or value is not finite makes its own output NaN and nobody else's.
         """
         ...
 

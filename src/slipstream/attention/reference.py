@@ -79,12 +79,16 @@ class ReferenceStep:
         """See `AttentionStep.__call__`."""
         if not self._prepared:
             self._prepare(query, key)
+        sick = None
+        if self._rows is not None and self._rows.width > 1:
+            key, value, sick = _without_sick_nodes(self._rows.start, key, value)
         keys, values = self.kv.layer(layer)
         keys.index_copy_(0, self.layout.write_slots, key.to(keys.dtype))
         values.index_copy_(0, self.layout.write_slots, value.to(values.dtype))
         parts = [_attend_chunk(chunk, query, key, value, keys, values, scale) for chunk in self._chunks]
         if self._rows is not None:
-            parts.append(_attend_rows(self._rows, query, keys, values, scale))
+            mixed = _attend_rows(self._rows, query, keys, values, scale)
+            parts.append(mixed if sick is None else mixed.masked_fill(sick[:, None, None], math.nan))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _prepare(self, query: Tensor, key: Tensor) -> None:
@@ -98,6 +102,19 @@ class ReferenceStep:
             start = ends[layout.num_chunks - 1] if layout.num_chunks else 0
             self._rows = _plan_rows(layout, start, heads // kv_heads, kv_heads, query.dtype)
         self._prepared = True
+
+
+def _without_sick_nodes(start: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys and values with zeros for verify tokens, from `start` on, whose own are not finite, and which these are.
+
+    A node that a token does not see has weight 0, and 0 * NaN is NaN: a rejected node would spoil its whole row. Its own output
+    becomes NaN instead, so that it still fails where it is accepted.
+    """
+    sick = ~(key[start:].isfinite().flatten(1).all(1) & value[start:].isfinite().flatten(1).all(1))
+    here = sick[:, None, None]
+    key = torch.cat([key[:start], key[start:].masked_fill(here, 0)])
+    value = torch.cat([value[:start], value[start:].masked_fill(here, 0)])
+    return key, value, sick
 
 
 def _bias(visible: Tensor, dtype: torch.dtype) -> Tensor:

@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from slipstream.attention.registry import backend_names
 from slipstream.config import EngineConfig
 from slipstream.errors import ConfigError, InvalidParameter, SlipstreamError, Unsupported
 from slipstream.sampling.grammar import grammar_kinds
+from slipstream.speculate.registry import drafter_names, parse_spec
 from slipstream.types import EngineRequest
 
 
@@ -75,6 +77,25 @@ def _one_drafter(config: EngineConfig) -> SlipstreamError | None:
     )
 
 
+def _known_drafter(config: EngineConfig) -> SlipstreamError | None:
+    for name, _ in map(parse_spec, config.speculate):
+        if name not in drafter_names():
+            return ConfigError(
+                f"--speculate must name one of {', '.join(drafter_names())}, but got {name!r}", hint="off is plain decoding"
+            )
+    return None
+
+
+def _known_backend(config: EngineConfig) -> SlipstreamError | None:
+    names = ("auto", *backend_names())
+    if config.attention_backend in names:
+        return None
+    return ConfigError(
+        f"--attention-backend must be one of {', '.join(names)}, but got {config.attention_backend!r}",
+        hint="auto takes what suits the device",
+    )
+
+
 def _a_prompt_token_a_step(config: EngineConfig) -> SlipstreamError | None:
     if config.max_num_batched_tokens >= 2:
         return None
@@ -86,7 +107,9 @@ def _a_prompt_token_a_step(config: EngineConfig) -> SlipstreamError | None:
 
 STARTUP_ROWS: tuple[StartupRow, ...] = (
     StartupRow("cuda is untested", _cuda_is_untested),
+    StartupRow("unknown drafter", _known_drafter),
     StartupRow("more than one drafter", _one_drafter),
+    StartupRow("unknown attention backend", _known_backend),
     StartupRow("too few tokens a step", _a_prompt_token_a_step),
 )
 
