@@ -89,6 +89,12 @@ class EngineConfig(BaseModel):
         "Scheduling", 512, "Most tokens of one step; longer prompts are computed in chunks, mixed with decoding.", ge=1
     )
     max_queue: Int = _setting("Scheduling", 1024, "Most requests that wait; more are answered with 503.", ge=1)
+    scheduling_policy: Literal["fcfs", "cache-aware"] = _setting(
+        "Scheduling",
+        "fcfs",
+        "Order of requests of one priority: as they come, or those first that find most of their prompt in the prefix cache "
+        "(none is overtaken for ever).",
+    )
     num_threads: Int | None = _setting(
         "Scheduling", None, "Threads of the CPU's forward pass; by default one a core.", ge=1, le=4096
     )
@@ -96,6 +102,10 @@ class EngineConfig(BaseModel):
     page_size: Int = _setting("Memory", 16, "Tokens of one KV page.", ge=1, le=4096)
     num_pages: Int | None = _setting("Memory", None, "KV pages requests may hold; by default what memory allows.", ge=1)
     kv_cache_memory_bytes: Int | None = _setting("Memory", None, "Memory for the KV pages, instead of --num-pages.", ge=1)
+
+    enable_prefix_caching: bool = _setting(
+        "Memory", True, "Keep the pages of finished and retracted work, and share them between requests that start alike."
+    )
 
     speculate: Words = _setting(
         "Decoding", (), "Drafter, as `name` or `name:key=value,key=value`; `off` is plain decoding."

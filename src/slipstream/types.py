@@ -204,6 +204,9 @@ class EngineRequest:
     seed: int
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     grammar: tuple[str, str] | None = None  # (kind, source), looked up in sampling/grammar
+    priority: int = 0  # lower runs earlier
+    cache_salt: str = ""  # only requests with the same salt share cached pages
+    parent_id: str | None = None  # sample 0 of the same prompt, whose pages this sample shares
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,6 +226,7 @@ class EngineOutput:
     `stop_reason` is the stop string or stop token id that ended it (None for EOS and length). A token that only ended
     the answer (EOS, stop id) is among `token_ids` and counts in usage; its text is the front's to leave out.
     `error` is (class name in slipstream.errors, message) with finish_reason ERROR.
+    `queue_s`: seconds from its arrival to its first admission; `num_retractions`: how often it lost its slot under pressure.
     """
 
     request_id: str
@@ -235,6 +239,8 @@ class EngineOutput:
     num_cached_tokens: int = 0
     num_drafted: int = 0
     num_accepted: int = 0
+    queue_s: float = 0.0
+    num_retractions: int = 0
 
 
 @dataclass(slots=True)

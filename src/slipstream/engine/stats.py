@@ -9,16 +9,24 @@ from dataclasses import dataclass
 class EngineStats:
     """Totals since start, gauges of now. Times in seconds; `last_progress_s` is on the monotonic clock.
 
+    `num_free_pages` hold nothing, `num_evictable_pages` only cached work that nobody uses now; the rest is held by requests.
+    `num_prompt_tokens` were computed, `num_cached_tokens` found in the prefix cache instead. `num_paused` running requests were
+    left out of the last step for want of a page.
+
     `host_s` is what the scheduler thread spent planning and settling, `wait_s` what it waited for results, `device_s` what the
     device spent in steps.
     """
 
     num_running: int = 0
     num_waiting: int = 0
+    num_paused: int = 0
     num_pages: int = 0
     num_free_pages: int = 0
+    num_evictable_pages: int = 0
     num_steps: int = 0
     num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_retractions: int = 0
     num_output_tokens: int = 0
     num_drafted: int = 0
     num_accepted: int = 0
