@@ -29,6 +29,7 @@ def test_help_loads_no_torch(argv: list[str]) -> None:
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.startswith(f"usage: {' '.join(['slipstream', *argv[:-1]])} ")
     loaded = set(done.stderr.splitlines())
+    assert argv == ["--help"] or "\nexample:\n  slipstream " in done.stdout
     assert not loaded & {"torch", "numpy", "transformers", "fastapi", "httpx", "pydantic_settings", "jinja2", "gguf"}
     if argv == ["--help"]:
         assert "pydantic" not in loaded
@@ -54,6 +55,17 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["serve", "--config", "no.toml"], "--config must name a TOML file, but got 'no.toml'", "--config or SLIPSTREAM_CONFIG"),
         (["run", "m", "hi", "--temperature", "warm"], "--temperature must be a number, but got 'warm'", None),
         (["bench", "serve", "--num-prompts", "0"], "--num-prompts must be an integer of at least 1, but got '0'", BENCH_HELP),
+        (
+            ["bench", "latency", "--num-prompts", "3"],
+            "an argument must be one that slipstream bench latency knows, but got '--num-prompts'",
+            "--num-prompts belongs to slipstream bench throughput and slipstream bench serve",
+        ),
+        (
+            ["bench", "serve", "--lag=0"],
+            "an argument must be one that slipstream bench serve knows, but got '--lag=0'",
+            "--lag belongs to slipstream bench latency and slipstream bench throughput",
+        ),
+        (["bench", "latency", "--batch-sise", "3"], "an argument must be one that", "did you mean --batch-size?"),
         (["bench", "serve", "--request-rate", "nan"], "--request-rate must be a number above 0, but got 'nan'", BENCH_HELP),
     ],
 )

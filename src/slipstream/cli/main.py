@@ -14,7 +14,8 @@ import slipstream
 from slipstream.cli.parser import Parser
 from slipstream.errors import ConfigError, InvalidRequest, SlipstreamError
 
-# Each is a module slipstream.cli.<name> with `add_arguments(parser)` and `run(args) -> exit code`.
+# Each is a module slipstream.cli.<name> with a docstring and an EXAMPLE for --help, `add_arguments(parser)` and
+# `run(args) -> exit code`.
 COMMANDS = {
     "serve": "serve a model to OpenAI clients",
     "run": "answer one prompt and stop",
@@ -51,7 +52,7 @@ def _dispatch(argv: list[str]) -> int:
     if argv and argv[0] in COMMANDS:
         name = argv[0]
         module = importlib.import_module(f"slipstream.cli.{name}")
-        parser = Parser(prog=f"slipstream {name}", description=module.__doc__)
+        parser = Parser(prog=f"slipstream {name}", description=module.__doc__, epilog=f"example:\n  {module.EXAMPLE}")
         module.add_arguments(parser)
         return int(module.run(parser.parse_args(argv[1:])))
     parser = Parser(prog="slipstream", description="Serves language models.", epilog=_command_list())

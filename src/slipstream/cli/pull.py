@@ -7,6 +7,8 @@ import argparse
 from slipstream.cli.flags import add_model_argument, config_from
 from slipstream.cli.progress import progress
 
+EXAMPLE = "slipstream pull smollm2-135m"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""

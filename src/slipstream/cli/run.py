@@ -8,6 +8,8 @@ import sys
 from slipstream.cli.flags import ENGINE_GROUPS, add_config_flags, add_sampling_flags, config_from, sampling_fields
 from slipstream.errors import ConfigError
 
+EXAMPLE = 'slipstream run smollm2-135m "Name three rivers." --temperature 0'
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
