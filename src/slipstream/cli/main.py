@@ -22,6 +22,9 @@ COMMANDS = {
     "chat": "talk to a model in the terminal",
     "bench": "measure latency and throughput",
     "pull": "fetch a model without loading it",
+    "ls": "list fetched models",
+    "show": "describe a model without loading it",
+    "rm": "remove a fetched model",
 }
 
 
