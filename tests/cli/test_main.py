@@ -46,7 +46,11 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("argv", "error", "hint"),
     [
-        (["srve"], "a command must be one of serve, run, chat, bench, pull, ls, show, rm, but got 'srve'", "slipstream --help"),
+        (
+            ["srve"],
+            "a command must be one of serve, run, chat, bench, pull, ls, show, rm, doctor, but got 'srve'",
+            "slipstream --help",
+        ),
         (["serve", "--page-sise", "3"], "an argument must be one that slipstream serve knows", "did you mean --page-size?"),
         (["serve", "--page-size=x"], "--page-size must be an integer, but got 'x'", None),
         (["serve", "--max-model-len", "0"], "--max-model-len must be at least 1, but got '0'", None),
