@@ -54,9 +54,13 @@ def config_from(args: argparse.Namespace, **given: Any) -> EngineConfig:
     """The configuration that flags, variables and file make together; `given` counts as flags where it is not None."""
     from slipstream.config_sources import load_config
 
+    return load_config(given_settings(args, **given), args.config)
+
+
+def given_settings(args: argparse.Namespace, **given: Any) -> dict[str, Any]:
+    """The settings that flags gave; `given` counts as flags where it is not None."""
     flags = {name: value for name, value in vars(args).items() if name in EngineConfig.model_fields}
-    flags |= {name: value for name, value in given.items() if value is not None}
-    return load_config(flags, args.config)
+    return flags | {name: value for name, value in given.items() if value is not None}
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:

@@ -25,6 +25,7 @@ COMMANDS = {
     "ls": "list fetched models",
     "show": "describe a model without loading it",
     "rm": "remove a fetched model",
+    "config": "show the settings, or begin a file of them",
     "doctor": "look at this machine and say what will be used",
 }
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -115,7 +115,9 @@ def _hub_models() -> list[CachedModel]:
             one.repo_id,
             "hub",
             one.repo_path,
-            folder_bytes(one.repo_path),
+            max(
+                one.size_on_disk, folder_bytes(one.repo_path)
+            ),  # the first without cut downloads, the second without shared blobs
             one.last_accessed,
             cached_snapshot(one.repo_id) is not None,
         )
@@ -130,6 +132,8 @@ def _remove_from_hub(model: CachedModel) -> None:
     info = scan_cache_dir(constants.HF_HUB_CACHE)
     for one in info.repos:
         if one.repo_path == model.path and one.revisions:
-            info.delete_revisions(*(revision.commit_hash for revision in one.revisions)).execute()
+            # Of this repository alone: a copy of it under another name has revisions of the same names.
+            own = replace(info, repos=frozenset({one}))
+            own.delete_revisions(*(revision.commit_hash for revision in one.revisions)).execute()
     if model.path.is_dir():  # what a download left that never came to a revision
         shutil.rmtree(model.path)

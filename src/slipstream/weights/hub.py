@@ -38,10 +38,10 @@ def snapshot(repo_id: str, on_progress: Callable[[str, float], None] | None = No
 
     report = on_progress or (lambda phase, share: None)
     report("fetch", 0.0)
-    blobs = Path(HF_HUB_CACHE).expanduser() / f"models--{repo_id.replace('/', '--')}" / "blobs"
-    had = _names(blobs)
+    cache = Path(HF_HUB_CACHE)
+    had = _names(cache / f"models--{repo_id.replace('/', '--')}" / "blobs")
     try:
-        with _quiet(), watched(blobs, _missing_bytes(repo_id, had), lambda share: report("fetch", share)):
+        with _quiet(), watched(cache, _missing_bytes(repo_id, had), lambda share: report("fetch", share)):
             folder = Path(snapshot_download(repo_id, allow_patterns=list(_PATTERNS), ignore_patterns=list(_NOT_PATTERNS)))
     except GatedRepoError:
         raise ModelError(f"{repo_id} must be open to you, but the hub asks for a login", hint="set HF_TOKEN") from None
@@ -118,7 +118,7 @@ def _verify(repo_id: str, folder: Path, known: set[str], report: Callable[[str, 
     """Compare the files with the names of their blobs, except blobs in `known`. Where a system has no links, the cache holds
     files without a checksum; those had only their sizes checked, by the hub's library.
     """
-    files = [(path, path.resolve()) for path in sorted(folder.rglob("*")) if path.is_symlink()]
+    files = [(path, path.parent / path.readlink()) for path in sorted(folder.rglob("*")) if path.is_symlink()]
     todo = [(path, blob) for path, blob in files if blob.name not in known]
     total = sum(blob.stat().st_size for _, blob in todo) or 1
     done = 0
