@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from slipstream.errors import ModelError
+from slipstream.weights.hub import _verify
 from tests.fake_hub import COMMIT, Hub, run_python, serving
 from tests.tiny_checkpoints import save, tiny
 
@@ -132,3 +135,24 @@ def test_pull_list_show_and_remove(hub: Hub, tmp_path: Path) -> None:
     assert err.startswith("removed tiny/llama, which freed ")
     assert not (tmp_path / "hub" / "models--tiny--llama").exists()
     assert cli(hub, tmp_path, "ls")[1] == ""
+
+
+def test_blobs_that_repositories_share_are_verified_by_their_own_names(tmp_path: Path) -> None:
+    """Newer caches keep a large file once, under another hash; the repository's blob is then a link to it."""
+    content = b"weights"
+    digest = hashlib.sha256(content).hexdigest()
+    shared = tmp_path / "blobs" / "aa" / "another-hash"
+    blob = tmp_path / "models--a--b" / "blobs" / digest
+    link = tmp_path / "models--a--b" / "snapshots" / COMMIT / "model.safetensors"
+    for path in (shared, blob, link):
+        path.parent.mkdir(parents=True)
+    shared.write_bytes(content)
+    blob.symlink_to(shared)
+    link.symlink_to(Path("..", "..", "blobs", digest))
+    seen: list[float] = []
+    _verify("a/b", link.parent, set(), lambda phase, share: seen.append(share))
+    assert seen == [1.0]
+    shared.write_bytes(b"damaged")
+    with pytest.raises(ModelError, match=f"must have the checksum {digest}"):
+        _verify("a/b", link.parent, set(), lambda phase, share: None)
+    assert not shared.exists()

@@ -132,8 +132,8 @@ def _verify(repo_id: str, folder: Path, known: set[str], report: Callable[[str, 
                 done += len(block)
                 report("verify", done / total)
         if digest.hexdigest() != blob.name:
-            path.unlink()
-            blob.unlink()
+            for file_or_link in (path, blob, blob.resolve()):  # a blob may itself be a link, to one that repositories share
+                file_or_link.unlink(missing_ok=True)
             raise ModelError(
                 f"{repo_id}: {path.name} must have the checksum {blob.name}, but got {digest.hexdigest()}",
                 hint="the file was removed; fetch it again",
