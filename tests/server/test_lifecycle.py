@@ -66,7 +66,7 @@ def test_sigterm_drains() -> None:
         call = {"model": "fake", "prompt": "say(to the end) [delay=0.1]", "stream": True}
         with server.http.stream("POST", "/v1/completions", json=call) as stream:
             server.signal(signal.SIGTERM)
-            server.wait_for_line("draining: 1 calls")
+            server.wait_for_line("draining: 1 call to finish")
             assert server.http.get("/ready").status_code == 503 and server.http.get("/health").status_code == 200
             refused = server.complete()
             assert refused.status_code == 503 and "draining" in refused.json()["error"]["message"]

@@ -92,9 +92,7 @@ class Surround:
             seconds=round(seconds, 4),
             id=request_id,
             response=notes.get("response"),
-            prompt_tokens=answers.num_prompt_tokens if answers else None,
-            output_tokens=answers.num_output_tokens if answers else None,
-            finish=answers.finish_reasons if answers else None,
+            **(answers.log_fields() if answers else {}),
         )
 
 

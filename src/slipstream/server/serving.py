@@ -81,7 +81,7 @@ class Serving:
 
     def __init__(self, config: EngineConfig, backend: Backend = CHECKPOINT) -> None:
         self.config = config
-        self.metrics = Metrics()
+        self.metrics = Metrics(config.served_model_name or config.model)
         self.client = EngineClient(config, backend.engine_factory)
         self.phase = Phase.LOADING
         self.progress: tuple[str, float] = ("starting", 0.0)
