@@ -47,6 +47,8 @@ def build_engine(
     loaded = load(
         config.model, dtype=config.dtype, device=device, max_context=config.max_model_len, on_progress=on_progress
     )
+    if on_progress is not None:
+        on_progress("building engine", 0.0)
     engine = assemble_engine(
         loaded.model,
         config,

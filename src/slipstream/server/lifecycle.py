@@ -46,7 +46,6 @@ def run(config: EngineConfig, backend: Backend = CHECKPOINT) -> int:
 
 
 async def _serve(config: EngineConfig, listener: socket.socket, backend: Backend) -> int:
-    began = time.monotonic()
     signals = _Signals()
     serving = Serving(config, backend)
     server = _Uvicorn(
@@ -69,7 +68,7 @@ async def _serve(config: EngineConfig, listener: socket.socket, backend: Backend
         await _any(loading, first, http)
         if loading.done():
             await loading
-            _say_ready(serving, listener, time.monotonic() - began)
+            _say_ready(serving, listener)
             died = asyncio.create_task(serving.client.died())
             async with _saying_throughput(serving):
                 await _any(died, first, http)
@@ -137,9 +136,11 @@ async def _any(*tasks: asyncio.Task[Any]) -> None:
     await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
 
 
-def _say_ready(serving: Serving, listener: socket.socket, seconds: float) -> None:
+def _say_ready(serving: Serving, listener: socket.socket) -> None:
     info, ready = serving.frontend.info, serving.ready
     assert ready is not None
+    now_s = time.monotonic()
+    log.event(logger, logging.INFO, f"ready in {serving.phases.summary(now_s)}")
     log.event(
         logger,
         logging.INFO,
@@ -149,7 +150,6 @@ def _say_ready(serving: Serving, listener: socket.socket, seconds: float) -> Non
         dtype=ready.dtype,
         context=info.context_len,
         kv_pages=ready.num_pages,
-        seconds=round(seconds, 1),
     )
     if info.generation_defaults:
         defaults = " ".join(f"{name}={value}" for name, value in info.generation_defaults.items())

@@ -21,7 +21,7 @@ def snapshot(repo_id: str, on_progress: Callable[[str, float], None] | None = No
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 
     report = on_progress or (lambda phase, share: None)
-    report("fetch", 0.0)
+    report("fetching", 0.0)
     try:
         folder = snapshot_download(repo_id, allow_patterns=list(_PATTERNS), ignore_patterns=list(_NOT_PATTERNS))
     except GatedRepoError:
@@ -35,5 +35,5 @@ def snapshot(repo_id: str, on_progress: Callable[[str, float], None] | None = No
         ) from None
     except (HfHubHTTPError, OSError) as error:
         raise ModelError(f"{repo_id} must be fetched from the hub, but got: {type(error).__name__}: {error}") from None
-    report("fetch", 1.0)
+    report("fetching", 1.0)
     return Path(folder)

