@@ -60,8 +60,8 @@ MODELS: dict[str, tuple[Sizes, tuple[str, ...]]] = {
         ),
     ),
     "smollm2-135m": (
-        Sizes(long=2400, short=120, max_tokens=32, exact=False),
-        ("--max-model-len", "1024", "--max-num-seqs", "8", "--num-pages", "160", "--max-num-batched-tokens", "256"),
+        Sizes(long=1000, short=120, max_tokens=24, exact=False),
+        ("--max-model-len", "1024", "--max-num-seqs", "8", "--num-pages", "100", "--max-num-batched-tokens", "256"),
     ),
 }
 

@@ -87,7 +87,7 @@ class Answers:
             "output_tokens": self.num_output_tokens,
             "queue_s": round(max(times.queue_s for times in begun), 4) if begun else None,
             "ttft_s": round(min(times.first_s for times in begun) - self._arrived_s, 4) if begun else None,
-            "tokens_per_s": round(self.num_output_tokens / (last_s - self._arrived_s), 1) if last_s > self._arrived_s else None,
+            "tokens_per_s": round(self.num_output_tokens / (last_s - self._arrived_s), 2) if last_s > self._arrived_s else None,
             "finish": ",".join(sorted(reasons)),
             "retractions": num_retractions or None,
         }

@@ -23,7 +23,7 @@ from slipstream.server.errors import error_response
 from slipstream.server.serving import new_id
 
 # Open without a key: what says nothing of what is asked or answered.
-OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/docs", "/docs/oauth2-redirect", "/openapi.json"})
+OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/docs", "/openapi.json"})
 QUIET_PATHS = frozenset({"/health", "/ready", "/metrics"})
 CLIENT_GONE = 499  # nobody sees it; for log and metrics
 
