@@ -92,6 +92,15 @@ class Load:
             "refused": (1, self._refused),
         }
 
+    async def fill(self, count: int) -> None:
+        """Ask for `count` long answers at once, so that every page and buffer has been touched before memory is looked at."""
+        rng = random.Random(f"{self._seed}/fill")
+        bodies = [self._body(rng, prompt=_text(rng, self._sizes.long), ignore_eos=True, stop=None) for _ in range(count)]
+        try:
+            await asyncio.gather(*(self._whole("fill", "completions", body) for body in bodies))
+        except (Unexpected, httpx.HTTPError) as error:
+            self.tally.errors.append(f"fill: {type(error).__name__}: {error}")
+
     async def client(self, number: int, until_s: float) -> None:
         """One client: asks, checks, asks again, until that time (`time.monotonic`) or until too much has gone wrong."""
         rng = random.Random(f"{self._seed}/{number}")

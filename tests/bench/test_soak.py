@@ -42,6 +42,11 @@ def test_growth_while_warming_up_is_no_leak() -> None:
     assert problems(tally(), samples(lambda at: 300 * MIB + min(at, 150) * MIB), IDLE, 0, "") == []
 
 
+def test_a_minute_says_nothing_of_memory() -> None:
+    short = Samples([2.0 * step for step in range(30)], [80 * MIB] * 30, [(300 + step) * MIB for step in range(30)])
+    assert problems(tally(), short, IDLE, 0, "") == []
+
+
 def test_a_leak() -> None:
     """10 MiB over the 400 s behind the warm-up, under the same noise."""
     (found,) = problems(tally(), samples(lambda at: flat(at) + at * 10 * MIB / 400), IDLE, 0, "")
