@@ -36,21 +36,17 @@ class AnswerTimes:
 
     def note(self, output: EngineOutput, now_s: float) -> float | None:
         """Take news; returns the seconds since its last tokens, or None where these are the first, or there are none."""
-        if output.queue_s > self.queue_s:
-            self.queue_s = output.queue_s
-        if output.num_retractions > self.num_retractions:
-            self.num_retractions = output.num_retractions
+        self.queue_s, self.num_retractions = output.queue_s, output.num_retractions
         num_tokens = len(output.token_ids)
         if not num_tokens:
             return None
-        gap_s = None
+        last_s, self.last_s = self.last_s, now_s
         if self.num_tokens:
-            gap_s = now_s - self.last_s
-        else:
-            self.first_s, self.num_first = now_s, num_tokens
-        self.last_s = now_s
-        self.num_tokens += num_tokens
-        return gap_s
+            self.num_tokens += num_tokens
+            return now_s - last_s
+        self.first_s, self.num_first = now_s, num_tokens
+        self.num_tokens = num_tokens
+        return None
 
     @property
     def ttft_s(self) -> float | None:
