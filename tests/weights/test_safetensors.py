@@ -223,7 +223,7 @@ def test_a_context_longer_than_the_models(single: Path) -> None:
 def test_progress(single: Path) -> None:
     seen: list[tuple[str, float]] = []
     load(str(single), on_progress=lambda phase, share: seen.append((phase, share)))
-    assert {phase for phase, _ in seen} == {"load"}
+    assert {phase for phase, _ in seen} == {"reading weights"}
     shares = [share for _, share in seen]
     assert shares == sorted(shares)
     assert shares[-1] == 1.0

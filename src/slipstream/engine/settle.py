@@ -88,6 +88,7 @@ class Settler:
         request.num_drafted += drafted
         request.num_accepted += agreed
         self._stats.num_output_tokens += len(kept)
+        self._stats.num_drafts += drafted > 0
         self._stats.num_drafted += drafted
         self._stats.num_accepted += agreed
         if ended.finish_reason is not None:

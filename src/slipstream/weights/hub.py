@@ -37,11 +37,11 @@ def snapshot(repo_id: str, on_progress: Callable[[str, float], None] | None = No
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 
     report = on_progress or (lambda phase, share: None)
-    report("fetch", 0.0)
+    report("fetching", 0.0)
     cache = Path(HF_HUB_CACHE)
     had = _names(cache / f"models--{repo_id.replace('/', '--')}" / "blobs")
     try:
-        with _quiet(), watched(cache, _missing_bytes(repo_id, had), lambda share: report("fetch", share)):
+        with _quiet(), watched(cache, _missing_bytes(repo_id, had), lambda share: report("fetching", share)):
             folder = Path(snapshot_download(repo_id, allow_patterns=list(_PATTERNS), ignore_patterns=list(_NOT_PATTERNS)))
     except GatedRepoError:
         raise ModelError(f"{repo_id} must be open to you, but the hub asks for a login", hint="set HF_TOKEN") from None
@@ -58,7 +58,7 @@ def snapshot(repo_id: str, on_progress: Callable[[str, float], None] | None = No
             hint="try again: what is whole is kept",
         ) from None
     _verify(repo_id, folder, set() if verify else had, report)
-    report("fetch", 1.0)
+    report("fetching", 1.0)
     return folder
 
 
@@ -130,7 +130,7 @@ def _verify(repo_id: str, folder: Path, known: set[str], report: Callable[[str, 
             while block := file.read(_BLOCK_BYTES):
                 digest.update(block)
                 done += len(block)
-                report("verify", done / total)
+                report("verifying", done / total)
         if digest.hexdigest() != blob.name:
             for file_or_link in (path, blob, blob.resolve()):  # a blob may itself be a link, to one that repositories share
                 file_or_link.unlink(missing_ok=True)

