@@ -8,13 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from slipstream.attention.kv import NUM_RESERVED_PAGES, KVCache
-from slipstream.attention.layout import build_layout, tree_ancestors
-from slipstream.attention.reference import ReferenceBackend
 from slipstream.errors import ModelError
 from slipstream.models.base import CausalLM
 from slipstream.weights import load
-from tests.paged import logits_in_chunks
+from tests.paged import logits_in_chunks, path_of, tree_logits
 from tests.tiny_checkpoints import edit_json, reference_logits, save, tiny
 
 IDS = torch.randint(3, 320, (60,), generator=torch.Generator().manual_seed(1))
@@ -115,28 +112,7 @@ def test_each_node_of_a_tree_is_the_end_of_its_path(name: str, length: int, tmp_
     ours = loaded(model, tmp_path)
     parents = [0, 0, 1, 2, 2, 3, 4]
     prompt, nodes = IDS[:length], IDS[length : length + 8]
-    kv = KVCache(ours.kv_layers, 40 + NUM_RESERVED_PAGES, 1, torch.device("cpu"), poison=True)
-
-    def feed(tokens: torch.Tensor, base: int, ancestors: torch.Tensor | None) -> torch.Tensor:
-        layout = build_layout(
-            page_tables=torch.arange(NUM_RESERVED_PAGES, 40 + NUM_RESERVED_PAGES)[None],
-            page_size=1,
-            base_lens=torch.tensor([base]),
-            limits=torch.tensor([40]),
-            query_lens=(len(tokens),),
-            max_key_lens=(base + len(tokens),),
-            num_chunks=int(ancestors is None),
-            ancestors=ancestors,
-        )
-        hidden, _ = ours.forward(tokens, ReferenceBackend().begin(layout, kv))
-        return ours.logits(hidden)
-
-    with torch.inference_mode():
-        feed(prompt, 0, None)
-        got = feed(nodes, length, tree_ancestors(torch.tensor([parents])))
+    got = tree_logits(ours, prompt, nodes, parents)
     for node in range(8):
-        path = [node]
-        while path[0]:
-            path.insert(0, parents[path[0] - 1])
-        wanted = reference_logits(model, torch.cat([prompt, nodes[path]]))[-1]
+        wanted = reference_logits(model, torch.cat([prompt, nodes[path_of(node, parents)]]))[-1]
         torch.testing.assert_close(got[node], wanted, rtol=0, atol=1e-9)

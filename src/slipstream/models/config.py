@@ -20,6 +20,12 @@ _REFUSED_KEYS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("vision_config", "vision_tower", "mm_vision_tower"), "vision models"),
     (("audio_config",), "audio models"),
     (("quantization_config",), "quantised safetensors checkpoints"),
+    (("is_encoder_decoder",), "encoder-decoder models"),
+    (("alibi", "use_alibi"), "models with ALiBi"),
+    (
+        ("ssm_cfg", "ssm_state_size", "mamba_d_state", "linear_num_key_heads", "linear_attn_config", "conv_L_cache", "lru_width"),
+        "models with recurrent or linear attention layers",
+    ),
 )
 
 
@@ -118,6 +124,33 @@ def parse_config(raw: Mapping[str, Any], source: str) -> ModelConfig:
         mlp_bias=bool(read.flag("mlp_bias")),
         sliding_window=_window(raw, read),
         layer_types=_layer_types(read),
+        eos_token_ids=token_ids(raw.get("eos_token_id"), source, "eos_token_id"),
+        bos_token_id=next(iter(token_ids(raw.get("bos_token_id"), source, "bos_token_id")), None),
+        dtype=_dtype_name(raw),
+        raw=raw,
+    )
+
+
+def parse_foreign(raw: Mapping[str, Any], source: str) -> CheckpointConfig:
+    """Read the config.json of a type that has no file here, as far as it concerns us; `transformers` reads the rest.
+
+    Raises `ModelError` for kinds of model that are refused by name, and for rope scaling that turns the past anew as it grows.
+    """
+    _refuse(raw, source)
+    read = Reader(raw, source)
+    model_type = read.text("model_type")
+    max_positions = read.count("max_position_embeddings", read.count("n_positions", 0) if "n_positions" in raw else None)
+    rope, local_rope = parse_ropes(raw, max_positions, source)
+    for one in (rope, local_rope):
+        if one is not None and one.kind in ("dynamic", "longrope"):
+            raise ModelError(
+                f"{source}: rope scaling must not depend on a request's length, but got {one.kind}",
+                hint=f"it is not supported for {model_type}, which has no implementation here",
+            )
+    return CheckpointConfig(
+        model_type=model_type,
+        vocab_size=read.count("vocab_size"),
+        context_len=context_limit(rope, max_positions, model_type),
         eos_token_ids=token_ids(raw.get("eos_token_id"), source, "eos_token_id"),
         bos_token_id=next(iter(token_ids(raw.get("bos_token_id"), source, "bos_token_id")), None),
         dtype=_dtype_name(raw),
