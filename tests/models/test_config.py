@@ -121,7 +121,7 @@ def test_an_unknown_kind_of_rope_is_refused_by_name(key: str, kind: str) -> None
 
 
 @pytest.mark.parametrize("kind", ["linear", "dynamic", "yarn", "llama3"])
-@pytest.mark.parametrize("factor", [0.5, 0, -1, float("nan"), "4", None, True])
+@pytest.mark.parametrize("factor", [0.5, 0, -1, float("nan"), 1e308, "4", None, True])
 def test_a_factor_below_1_is_refused(factor: object, kind: str) -> None:
     with pytest.raises(ModelError, match="factor"):
         parse(rope_scaling={"rope_type": kind, "factor": factor})
@@ -148,6 +148,14 @@ def test_a_rope_for_each_kind_of_layer() -> None:
     config = parse(rope_parameters=kinds)
     assert (config.rope.theta, config.rope.kind, config.context_len) == (5.0, "default", 128)
     assert config.local_rope is not None and (config.local_rope.theta, config.local_rope.kind) == (3.0, "linear")
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"rope_theta": 1.0}, {"beta_fast": -1.0}, {"beta_slow": "1"}, {"truncate": 1}, {"mscale": -2.0}]
+)
+def test_yarn_settings_that_mean_nothing(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ModelError, match=next(iter(wrong))):
+        parse(rope_scaling={"rope_type": "yarn", "factor": 2.0, "mscale_all_dim": 1.0, **wrong})
 
 
 def test_longrope_needs_its_short_factors() -> None:

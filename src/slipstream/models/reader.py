@@ -28,11 +28,11 @@ class Reader:
             return default
         return value
 
-    def count(self, key: str, default: int | None = None) -> int:
-        """An integer of at least 1."""
+    def count(self, key: str, default: int | None = None, least: int = 1) -> int:
+        """An integer of at least `least`."""
         value = self._get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self.wrong(key, "be an integer of at least 1", value)
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise self.wrong(key, f"be an integer of at least {least}", value)
         return value
 
     def number(self, key: str, default: float | None = None) -> float:

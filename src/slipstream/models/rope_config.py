@@ -14,6 +14,7 @@ from slipstream.models.reader import Reader
 _DEFAULT_THETA = {"gemma3_text": 1e6, "smollm3": 2e6}
 # Types whose max_position_embeddings is the stretched length already, whatever the kind of scaling.
 _STATES_STRETCHED_LEN = frozenset({"gemma3_text"})
+_MAX_FACTOR = 1_000_000
 
 
 def parse_ropes(raw: Mapping[str, Any], max_positions: int, source: str) -> tuple[RopeSpec, RopeSpec | None]:
@@ -76,8 +77,10 @@ def _parse(raw: Mapping[str, Any], given: object, max_positions: int, source: st
     # These two may leave the factor to the two lengths.
     ratio = max_positions / original if kind in ("yarn", "longrope") and original != max_positions else None
     factor = read.number("factor", ratio)
-    if not factor >= 1:
-        raise read.wrong("factor", "be at least 1", factor)
+    if not 1 <= factor <= _MAX_FACTOR:
+        raise read.wrong("factor", f"be at least 1 and at most {_MAX_FACTOR}", factor)
+    if kind == "yarn" and not theta > 1:
+        raise read.wrong("rope_theta", "be above 1 with yarn", theta)
     low, high = read.number("low_freq_factor", 1.0), read.number("high_freq_factor", 4.0)
     if kind == "llama3" and not 0 < low < high:
         raise read.wrong("high_freq_factor", f"be above low_freq_factor ({low:g}), both above 0", high)
@@ -94,8 +97,8 @@ def _parse(raw: Mapping[str, Any], given: object, max_positions: int, source: st
         divisors,
         share,
         _attention_factor(kind, read, factor, original),
-        read.number("beta_fast", 32.0),
-        read.number("beta_slow", 1.0),
+        read.positive("beta_fast") or 32.0,
+        read.positive("beta_slow") or 1.0,
         True if truncate is None else truncate,
     )
 
