@@ -28,7 +28,16 @@ _SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", {}),
     "qwen3": ("Qwen3", {"head_dim": 16}),
     "mistral": ("Mistral", {"sliding_window": 4}),
-    "gemma3_text": ("Gemma3Text", {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 3, "sliding_window_pattern": 2}),
+    "gemma3_text": (
+        "Gemma3Text",
+        {
+            "hidden_size": 64,  # its embeddings are scaled by the root, which is exact here
+            "head_dim": 8,
+            "query_pre_attn_scalar": 12,
+            "sliding_window": 3,
+            "sliding_window_pattern": 2,
+        },
+    ),
     "smollm3": ("SmolLM3", {"no_rope_layer_interval": 2}),
     "phi3": ("Phi3", {"sliding_window": 6}),
 }
@@ -60,20 +69,20 @@ def _random_model(family: str, seed: int) -> Any:
     name, own = _SETTINGS[family]
     config_type = getattr(transformers, f"{name}Config")
     model_type = getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM")
-    config = config_type(
-        vocab_size=ByteTokenizer.vocab_size,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=CONTEXT_LEN,
-        tie_word_embeddings=False,
-        bos_token_id=BOS_ID,
-        eos_token_id=EOS_ID,
-        pad_token_id=PAD_ID,
-        **own,
-    )
+    settings: dict[str, Any] = {
+        "vocab_size": ByteTokenizer.vocab_size,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": CONTEXT_LEN,
+        "tie_word_embeddings": False,
+        "bos_token_id": BOS_ID,
+        "eos_token_id": EOS_ID,
+        "pad_token_id": PAD_ID,
+    }
+    config = config_type(**{**settings, **own})
     generator = torch.Generator().manual_seed(seed)
     model = model_type(config).to(torch.float64).eval()
     with torch.no_grad():
