@@ -114,7 +114,7 @@ def test_pull_list_show_and_remove(hub: Hub, tmp_path: Path) -> None:
     code, out, err = cli(hub, tmp_path, "pull", "tiny/llama")
     snapshot = tmp_path / "hub" / "models--tiny--llama" / "snapshots" / COMMIT
     assert (code, out) == (0, f"{snapshot}\n"), err
-    assert err.splitlines()[0] == "fetch: 0%"
+    assert err.splitlines()[0] == "fetching: 0%"
     assert "verify: " in err
 
     blob = (snapshot / "model.safetensors").resolve()

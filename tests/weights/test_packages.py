@@ -92,7 +92,7 @@ def test_verify_finds_a_file_that_has_changed_and_fetches_it_again() -> None:
     untouched = Registry()
     assert fetch("m", lambda phase, share: seen.append(phase), verify=True, models=model(), download=untouched) == path
     assert untouched.asked == []
-    assert set(seen) == {"verify"}
+    assert set(seen) == {"verifying"}
     path.write_bytes(bytes(len(WHOLE)))
     assert fetch("m", models=model(), download=untouched) == path  # loading does not read it twice
     assert fetch("m", verify=True, models=model(), download=Registry()).read_bytes() == WHOLE

