@@ -279,6 +279,12 @@ def test_docs(server: LiveServer) -> None:
         assert f"<code>{field}</code>" in page.text
 
 
+def test_types_read_well(server: LiveServer) -> None:
+    text = re.sub(r"<[^>]+>", " ", server.http.get("/docs").text)
+    assert re.search(r" top_logprobs +integer, 0 to 20 ", text) and re.search(r" max_tokens +integer or null +16 ", text)
+    assert re.search(r" prompt +string or list of integer or list of \(string or list of integer\) +required ", text)
+
+
 def test_docs_need_no_internet(server: LiveServer) -> None:
     page = server.http.get("/docs")
     assert not re.search(r"<(script|link|img|iframe)|url\(|@import", page.text)

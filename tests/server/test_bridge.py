@@ -113,6 +113,6 @@ async def test_the_error_that_kept_it_from_loading() -> None:
     try:
         with pytest.raises(ModelError, match="must be whole") as caught:
             await client.start(lambda phase, fraction: phases.append(phase))
-        assert caught.value.hint == "fetch it again" and phases == ["starting"]
+        assert caught.value.hint == "fetch it again" and phases == ["starting engine"]
     finally:
         await client.stop()

@@ -60,9 +60,10 @@ def _type(field: Mapping[str, Any]) -> str:
         return " or ".join(dict.fromkeys(map(_type, field["anyOf"])))
     kind = str(field.get("type", "any"))
     if kind == "array":
-        return f"list of {_type(field.get('items', {}))}"
+        of = _type(field.get("items", {}))
+        return f"list of ({of})" if " or " in of else f"list of {of}"
     low, high = field.get("minimum"), field.get("maximum")
-    bounds = f", {low} to {high}" if low is not None and high is not None else ""
+    bounds = f", {low:g} to {high:g}" if low is not None and high is not None else ""
     return kind + bounds
 
 
