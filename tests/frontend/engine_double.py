@@ -32,7 +32,12 @@ def settled(
         )
         kept = tuple(run[: ended.num_tokens])
         logprobs = None if params.logprobs is None else tuple(TokenLogprobs(token, -1.0) for token in kept)
-        yield EngineOutput(request.request_id, kept, logprobs, ended.finish_reason, ended.stop_reason)
+        of_prompt = None
+        if at == 0 and params.prompt_logprobs is not None:
+            of_prompt = tuple(TokenLogprobs(token, -1.0) for token in request.prompt_token_ids[1:])
+        yield EngineOutput(
+            request.request_id, kept, logprobs, ended.finish_reason, ended.stop_reason, prompt_logprobs=of_prompt
+        )
         if ended.finish_reason is not None:
             return
         at += len(run)

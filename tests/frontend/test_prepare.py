@@ -119,7 +119,22 @@ def test_min_tokens_that_the_context_cannot_hold() -> None:
 def test_more_logprobs_than_tokens() -> None:
     tiny = 10 - FakeTokenizer().vocab_size
     assert refused([1], SamplingParams(logprobs=11), padding=tiny).param == "logprobs"
+    assert refused([1], SamplingParams(prompt_logprobs=11), padding=tiny).param == "prompt_logprobs"
     assert frontend(padding=tiny).prepare("r", [1], SamplingParams(logprobs=10))
+
+
+def test_the_prompt_is_scored_once_for_all_answers() -> None:
+    requests = frontend().prepare("r", "abc", SamplingParams(n=3, prompt_logprobs=2)).requests
+    assert [request.params.prompt_logprobs for request in requests] == [2, None, None]
+    requests = frontend().prepare("r", "abc", SamplingParams(n=2, prompt_logprobs=2, max_tokens=0)).requests
+    assert [request.params.prompt_logprobs for request in requests] == [2, 2]
+
+
+def test_a_prompt_that_fills_the_context_can_be_scored() -> None:
+    params = SamplingParams(max_tokens=0, prompt_logprobs=0)
+    assert frontend().prepare("r", "a" * 32, params).params.max_tokens == 0
+    with pytest.raises(ContextLengthExceeded):
+        frontend().prepare("r", "a" * 33, params)
 
 
 def test_unseeded_requests_draw_different_signed_64_bit_seeds() -> None:

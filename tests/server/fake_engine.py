@@ -175,19 +175,26 @@ def _answer(request: EngineRequest, text: str) -> Iterator[EngineOutput]:
         tokens = [*TOKENIZER.encode(said.group(1) if said else "hello world"), *[EOS_ID] * 64]
     run = int(_option(text, "run") or 1)
     for output in settled(request, tokens, [run] * 4096, TOKENIZER, (EOS_ID,)):
-        yield output if output.logprobs is None else replace(output, logprobs=_with_top(output, request.params.logprobs or 0))
+        yield replace(
+            output,
+            logprobs=_with_top(output.logprobs, request.params.logprobs),
+            prompt_logprobs=_with_top(output.prompt_logprobs, request.params.prompt_logprobs),
+        )
 
 
-def _with_top(output: EngineOutput, num_top: int) -> tuple[TokenLogprobs, ...]:
+def _with_top(entries: tuple[TokenLogprobs, ...] | None, num_top: int | None) -> tuple[TokenLogprobs, ...] | None:
     """Beside each token, the ids above it, a little less likely each."""
+    if entries is None or num_top is None:
+        return None
     return tuple(
         TokenLogprobs(
             token,
             -0.5,
             tuple((token + step) % VOCAB_SIZE for step in range(num_top)),
             tuple(-0.5 - step if step < 19 else float("-inf") for step in range(num_top)),
+            rank=1,
         )
-        for token in output.token_ids
+        for token in (one.token_id for one in entries)
     )
 
 

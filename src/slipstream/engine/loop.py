@@ -151,9 +151,10 @@ class Engine:
         """Check what the front has checked once more, where a bad value would hurt; returns the request's limit."""
         check_request(request, self.vocab_size)
         prompt_len, room = len(request.prompt_token_ids), self.context_len - len(request.prompt_token_ids)
-        if prompt_len < 1 or room < 1:
+        max_tokens = request.params.max_tokens
+        if prompt_len < 1 or room < (0 if max_tokens == 0 else 1):
             raise InvalidParameter("prompt", f"have 1 to {self.context_len - 1} tokens", f"{prompt_len} tokens")
-        limit = prompt_len + min(request.params.max_tokens or room, room)
+        limit = prompt_len + (room if max_tokens is None else min(max_tokens, room))
         ledger = self.scheduler.ledger
         if not ledger.fits_ever(limit):
             raise NeverFits(

@@ -164,7 +164,7 @@ class Scheduler:
         count = min(request.prefill_len - start, budget)
         slot, epoch = self._reserve(request, start + count, deltas)
         request.prefilled += count
-        return Chunk(slot, epoch, self._drafter, start, count, is_last=not request.is_prefilling)
+        return Chunk(slot, epoch, self._drafter, start, count, not request.is_prefilling, request.num_prompt_logprobs)
 
     def _row(self, request: Request, num_nodes: int, deltas: list[PageDelta]) -> VerifyRow:
         max_len = request.max_committed_len

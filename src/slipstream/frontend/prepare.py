@@ -24,7 +24,7 @@ class Prepared:
         prompt: the text, where text was given.
         prompt_token_ids: what the model reads, truncated where the request asks for it.
         params: with max_tokens filled in.
-        requests: `params.n` of them, with ids `{request_id}#{index}`.
+        requests: `params.n` of them, with ids `{request_id}#{index}`. The first one has the prompt's logprobs computed for all.
     """
 
     request_id: str
@@ -62,9 +62,10 @@ class Frontend:
         bad_words = tuple(variant for word in params.bad_words for variant in self._word_ids(word))
         self._check_something_is_allowed(params, bad_words)
         seed = draw_seed() if params.seed is None else params.seed
-        single = replace(params, n=1)
+        first = replace(params, n=1)
+        other = first if params.max_tokens == 0 else replace(first, prompt_logprobs=None)
         requests = tuple(
-            EngineRequest(f"{request_id}#{index}", tuple(ids), single, seed_i(seed, index), bad_words)
+            EngineRequest(f"{request_id}#{index}", tuple(ids), other if index else first, seed_i(seed, index), bad_words)
             for index in range(params.n)
         )
         return Prepared(request_id, text, tuple(ids), params, requests)
@@ -147,8 +148,9 @@ class Frontend:
         self._in_vocabulary("logit_bias", params.logit_bias)
         self._in_vocabulary("stop_token_ids", params.stop_token_ids)
         self._in_vocabulary("allowed_token_ids", params.allowed_token_ids or ())
-        if params.logprobs is not None and params.logprobs > self.info.vocab_size:
-            raise InvalidParameter("logprobs", f"be at most the vocabulary of {self.info.vocab_size} tokens", params.logprobs)
+        for name, asked in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
+            if asked is not None and asked > self.info.vocab_size:
+                raise InvalidParameter(name, f"be at most the vocabulary of {self.info.vocab_size} tokens", asked)
 
     def _in_vocabulary(self, param: str, ids: Iterable[int]) -> None:
         size = self.info.vocab_size

@@ -19,7 +19,7 @@ from slipstream.frontend.prepare import Prepared
 from slipstream.observe.metrics import Metrics
 from slipstream.server.bridge import OutputStream
 from slipstream.server.errors import ClientGone
-from slipstream.types import FinishReason
+from slipstream.types import EngineOutput, FinishReason
 
 Receive = Callable[[], Awaitable[Mapping[str, Any]]]
 
@@ -36,6 +36,9 @@ class Answers:
         info: the model.
         metrics: told of every token.
         arrived: when the call came in, by `time.monotonic`.
+
+    Attributes:
+        prompts: the prompts with what is known of their answers.
     """
 
     def __init__(
@@ -44,14 +47,15 @@ class Answers:
         self._stream = stream
         self._metrics = metrics
         self._arrived = arrived
-        self._assemblers = [Assembler(prompt, info) for prompt in prompts]
+        self.prompts = [Assembler(prompt, info) for prompt in prompts]
         self._places = {
             request.request_id: (assembler, place * prompt.params.n)
-            for place, (prompt, assembler) in enumerate(zip(prompts, self._assemblers, strict=True))
+            for place, (prompt, assembler) in enumerate(zip(prompts, self.prompts, strict=True))
             for request in prompt.requests
         }
         self._unfinished = set(self._places)
         self._last_news: dict[str, float] = {}
+        self._held: dict[Assembler, list[Delta]] = {}  # news of later answers, while the prompt's logprobs are still to come
         self._first: list[Delta] | None = None
         self._error: SlipstreamError | None = None
         self._has_hung_up = False
@@ -62,22 +66,22 @@ class Answers:
     @property
     def num_prompt_tokens(self) -> int:
         """Of all prompts, each counted once."""
-        return sum(assembler.num_prompt_tokens for assembler in self._assemblers)
+        return sum(assembler.num_prompt_tokens for assembler in self.prompts)
 
     @property
     def num_output_tokens(self) -> int:
         """Of all answers so far."""
-        return sum(assembler.num_output_tokens for assembler in self._assemblers)
+        return sum(assembler.num_output_tokens for assembler in self.prompts)
 
     @property
     def num_cached_tokens(self) -> int:
         """Prompt tokens that needed no computation."""
-        return sum(assembler.num_cached_tokens for assembler in self._assemblers)
+        return sum(assembler.num_cached_tokens for assembler in self.prompts)
 
     @property
     def finish_reasons(self) -> str:
         """Of all answers, for the log."""
-        reasons = {output.finish_reason or "none" for assembler in self._assemblers for output in assembler.outputs}
+        reasons = {output.finish_reason or "none" for assembler in self.prompts for output in assembler.outputs}
         return ",".join(sorted(reasons))
 
     def whole(self) -> list[Delta]:
@@ -91,7 +95,7 @@ class Answers:
                 output.finish_reason,
                 output.stop_reason,
             )
-            for place, output in enumerate(output for assembler in self._assemblers for output in assembler.outputs)
+            for place, output in enumerate(output for assembler in self.prompts for output in assembler.outputs)
         ]
 
     async def first(self) -> None:
@@ -141,12 +145,20 @@ class Answers:
     async def _next(self) -> list[Delta]:
         if self._error is not None:
             raise self._error
+        deltas: list[Delta] = []
+        while not deltas:
+            deltas = self._taken(await self._news())
+        return deltas
+
+    async def _news(self) -> list[EngineOutput]:
         try:
-            news = await anext(self._stream)
+            return await anext(self._stream)
         except StopAsyncIteration:
             if self._has_hung_up:
                 raise ClientGone from None
             raise EngineError("every answer must end with a reason, but got none") from None
+
+    def _taken(self, news: Sequence[EngineOutput]) -> list[Delta]:
         now = time.monotonic()
         deltas: list[Delta] = []
         for output in news:
@@ -163,7 +175,11 @@ class Answers:
                 self._error = error  # what came before it is handed out first
                 break
             self._measure(output.request_id, delta, len(output.token_ids), now)
-            deltas.append(replace(delta, index=first_place + delta.index) if first_place else delta)
+            delta = replace(delta, index=first_place + delta.index) if first_place else delta
+            if assembler.awaits_prompt_logprobs:
+                self._held.setdefault(assembler, []).append(delta)
+            else:
+                deltas += [delta, *self._held.pop(assembler, ())]
         return deltas
 
     def _measure(self, request_id: str, delta: Delta, num_tokens: int, now: float) -> None:

@@ -28,7 +28,11 @@ def _body(required: list[str], properties: dict[str, Any]) -> dict[str, Any]:
 
 
 COMPLETION_DOCS = _body(
-    ["model", "prompt"], {"prompt": {"anyOf": [*_TEXT_OR_IDS["anyOf"], {"type": "array", "items": _TEXT_OR_IDS}]}}
+    ["model", "prompt"],
+    {
+        "prompt": {"anyOf": [*_TEXT_OR_IDS["anyOf"], {"type": "array", "items": _TEXT_OR_IDS}]},
+        "echo": {"type": "boolean", "default": False},
+    },
 )
 CHAT_DOCS = _body(
     ["model", "messages"],
