@@ -41,7 +41,7 @@ class Assembler:
     Attributes:
         outputs: the answers so far, in order of index.
         num_prompt_tokens: counted once, however many answers there are.
-        num_cached_tokens: prompt tokens that needed no computation, the most of any answer.
+        num_cached_tokens: prompt tokens that needed no computation for the first answer; the others share what it computes.
         prepared: the prompt and its engine requests.
         prompt_logprobs: an entry for each prompt token, the first one None; None until they are here, and where nobody asked.
     """
@@ -61,7 +61,8 @@ class Assembler:
 
     def push(self, output: EngineOutput) -> Delta:
         """Take the news of one answer. Raises the error it carries, as the class it had in the engine."""
-        self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
+        if output.request_id == self.prepared.requests[0].request_id:
+            self.num_cached_tokens = output.num_cached_tokens
         if output.prompt_logprobs is not None:
             self.prompt_logprobs = [None, *output.prompt_logprobs]
         return self._answers[output.request_id].push(output)

@@ -14,6 +14,8 @@ _COMMON: dict[str, Any] = {
     "stream": {"type": "boolean", "default": False},
     "stream_options": {"type": "object", "properties": {"include_usage": {"type": "boolean"}}},
     "max_completion_tokens": {"type": "integer", "description": "another name of max_tokens"},
+    "priority": {"type": "integer", "default": 0, "description": "lower runs earlier"},
+    "cache_salt": {"type": "string", "description": "only requests with the same salt share cached prompts"},
 }
 
 

@@ -75,7 +75,7 @@ async def _answer(
     arrived: float,
 ) -> Response:
     info = serving.frontend.info
-    prepared = await serving.prepare(response_id, prompts, params)
+    prepared = await serving.prepare(response_id, prompts, params, priority=call.priority, cache_salt=call.cache_salt)
     answers = serving.submit(prepared, arrived)
     shape = make_shape(response_id, info.name, params, info.tokenizer, answers.prompts, call.num_prompt_logprobs)
     note(request.scope, response=response_id, answers=answers)

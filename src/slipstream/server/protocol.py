@@ -19,7 +19,6 @@ UNSUPPORTED_ANYWHERE: Mapping[str, tuple[object, ...]] = {
     "guided_decoding_backend": (),
     "guided_whitespace_pattern": (),
     "logit_processors": ([],),
-    "priority": (0,),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "spaces_between_special_tokens": (True,),
@@ -70,6 +69,7 @@ class Call:
         stream: answer with events.
         include_usage: end the stream with one event of usage.
         num_prompt_logprobs: None, or how many to list as `prompt_logprobs`; checked with the sampling fields.
+        priority, cache_salt: checked by `Frontend.prepare`.
     """
 
     model: str
@@ -77,6 +77,8 @@ class Call:
     stream: bool
     include_usage: bool
     num_prompt_logprobs: int | None
+    priority: int
+    cache_salt: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +110,7 @@ def completion_call(body: Mapping[str, Any]) -> CompletionCall:
         stream,
         include_usage,
         _prompt_logprobs(body, stream),
+        *_queueing(body),
         prompts=_prompts(prompt),
         echo=echo,
     )
@@ -126,6 +129,7 @@ def chat_call(body: Mapping[str, Any]) -> ChatCall:
         stream,
         include_usage,
         _prompt_logprobs(body, stream),
+        *_queueing(body),
         messages=_required(body, "messages", "be a list of messages"),
         add_generation_prompt=_flag(body, "add_generation_prompt", default=True),
         template_kwargs=kwargs or {},
@@ -197,6 +201,11 @@ def _prompts(prompt: Any) -> tuple[Prompt, ...]:
 
 def _is_id(value: Any) -> bool:
     return type(value) is int
+
+
+def _queueing(body: Mapping[str, Any]) -> tuple[Any, Any]:
+    priority = body.get("priority")
+    return (0 if priority is None else priority), body.get("cache_salt")
 
 
 def _prompt_logprobs(body: Mapping[str, Any], stream: bool) -> Any:
