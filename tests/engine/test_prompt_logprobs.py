@@ -224,3 +224,26 @@ class SickAt(Counted):
 
     def logits(self, hidden: Tensor) -> Tensor:
         return torch.where(hidden[:, -1:] > 0, torch.nan, super().logits(hidden[:, :-1]).double())
+
+
+@pytest.mark.parametrize("warm_first", [False, True])
+@pytest.mark.parametrize("lag", [0, 1])
+def test_the_same_values_whatever_ran_before(lag: int, warm_first: bool) -> None:
+    """K05: prompts around the size of a page, twice, before and behind requests that leave their pages in the cache."""
+    jobs = [scored(length, 2, max_tokens) for length in (15, 16, 17, 33) for max_tokens in (0, 3)]
+    plain = [replace(job, params=params(3)) for job in jobs]
+    wanted = [reference(HASH_LM, [job])[0] for job in jobs]
+    engine = make_engine(HASH_LM, lag=lag, page_size=16, chunk=10)
+    rounds = [plain, jobs, jobs] if warm_first else [jobs, plain, jobs]
+    try:
+        for number, asked in enumerate(rounds):
+            answers: dict[str, Answer] = {}
+            for place, job in enumerate(asked):
+                engine.add(job.request(f"{number}-{place}"))
+            drain(engine, answers)
+            if asked is jobs:
+                for place, alone in enumerate(wanted):
+                    assert_same(answers[f"{number}-{place}"].prompt_logprobs, alone.prompt_logprobs or ())
+                    assert answers[f"{number}-{place}"].key() == alone.key()
+    finally:
+        engine.close()

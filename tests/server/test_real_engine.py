@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,33 +14,18 @@ import pytest
 from slipstream import LLM, SamplingParams
 from tests.server.events import complete_events, finish_reasons, texts
 from tests.server.live import LiveServer
-from tests.tiny_checkpoints import edit_json, save, tiny
 
-TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}<|im_end|>{% endfor %}<|im_start|>"
 PROMPTS = ["hello", "a", "the sea is", "01234567890123456789012345678901234567890"]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = save(tiny("llama", eos_token_id=[2, 40]), tmp_path_factory.mktemp("tiny"))
-    edit_json(folder / "tokenizer_config.json", chat_template=TEMPLATE)
-    return folder
+def server(real_server: LiveServer) -> LiveServer:
+    return real_server
 
 
 @pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[LiveServer]:
-    flags = ["--port", "0", "--dtype", "float64", "--served-model-name", "fake", "--num-threads", "1", "--max-num-seqs", "8"]
-    with LiveServer(command=("-m", "slipstream.cli.main", "serve", str(folder), "--debug", *flags)) as live:
-        yield live
-        live.until_idle()
-        assert live.gauge("kv_cache_usage_perc") == 0
-        live.signal(signal.SIGTERM)
-        assert live.wait() == 0
-
-
-@pytest.fixture(scope="module")
-def llm(folder: Path) -> Iterator[LLM]:
-    with LLM(str(folder), dtype="float64", num_threads=1) as llm:
+def llm(real_folder: Path) -> Iterator[LLM]:
+    with LLM(str(real_folder), dtype="float64", num_threads=1) as llm:
         yield llm
 
 
