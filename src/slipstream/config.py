@@ -59,9 +59,7 @@ class EngineConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    model: str = _setting(
-        "Model", DEFAULT_MODEL, "Alias, hub id, folder of safetensors, or .gguf file.", min_length=1
-    )
+    model: str = _setting("Model", DEFAULT_MODEL, "Alias, hub id, folder of safetensors, or .gguf file.", min_length=1)
     served_model_name: str | None = _setting(
         "Model", None, "Name that clients use for the model; by default the name it was asked for by.", min_length=1
     )
@@ -95,6 +93,13 @@ class EngineConfig(BaseModel):
         "Order of requests of one priority: as they come, or those first that find most of their prompt in the prefix cache "
         "(none is overtaken for ever).",
     )
+    admission_headroom_tokens: Int = _setting(
+        "Scheduling",
+        64,
+        "Tokens every running request must have room to grow by when another one is admitted: more means fewer retractions, "
+        "less means more requests at once.",
+        ge=0,
+    )
     num_threads: Int | None = _setting(
         "Scheduling", None, "Threads of the CPU's forward pass; by default one a core.", ge=1, le=4096
     )
@@ -107,16 +112,12 @@ class EngineConfig(BaseModel):
         "Memory", True, "Keep the pages of finished and retracted work, and share them between requests that start alike."
     )
 
-    speculate: Words = _setting(
-        "Decoding", (), "Drafter, as `name` or `name:key=value,key=value`; `off` is plain decoding."
-    )
+    speculate: Words = _setting("Decoding", (), "Drafter, as `name` or `name:key=value,key=value`; `off` is plain decoding.")
     attention_backend: str = _setting("Decoding", "auto", "Attention implementation, or auto.", min_length=1)
     logprobs_mode: Literal["raw", "processed"] = _setting(
         "Decoding", "raw", "Logprobs of the model's own logits, or of what penalties, masks and temperature made of them."
     )
-    debug: bool = _setting(
-        "Decoding", False, "Poison buffers, check every hand-over and fail on hidden synchronisation. Slow."
-    )
+    debug: bool = _setting("Decoding", False, "Poison buffers, check every hand-over and fail on hidden synchronisation. Slow.")
 
     host: str = _setting("Server", "127.0.0.1", "Address the server listens on.", min_length=1)
     port: Int = _setting("Server", 8000, "Port the server listens on; 0 takes a free one.", ge=0, le=65535)

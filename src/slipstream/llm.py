@@ -108,7 +108,7 @@ class LLM:
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prompts."""
-        self._opened().reset_prefix_cache()  # type: ignore[attr-defined]
+        self._opened().reset_prefix_cache()
 
     def close(self) -> None:
         """Stop the engine and let go of the model. May be called more than once."""

@@ -1,64 +1,75 @@
-"""The ledger's rules: promises, counted steps, single release."""
+"""The ledger's rules: pages on demand, shared prefixes, counted steps, single release."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
-from slipstream.cache.ledger import Ledger
+from slipstream.cache.ledger import NO_MATCH, Holding, Ledger, Match
 from slipstream.errors import InvariantBroken
 
-
-def ledger(num_slots: int = 2, num_pages: int = 8, page_size: int = 4, order: str = "oldest") -> Ledger:
-    return Ledger(num_slots, num_pages, page_size, first_page=2, order=order)  # type: ignore[arg-type]
+PAGE = 4
 
 
-def test_admission_promises_the_whole_limit_and_never_over_commits() -> None:
-    books = ledger()
-    first = books.admit(17)  # 5 pages of 4
-    assert books.can_admit(12) and not books.can_admit(13)
-    second = books.admit(12)
-    assert not books.can_admit(1), "no slot is left"
-    assert len(books.reserve(first, 17)) == 5
-    assert len(books.reserve(second, 12)) == 3
-    assert books.num_free_pages == 0
+def ledger(num_slots: int = 2, num_pages: int = 8, order: str = "oldest", caching: bool = True) -> Ledger:
+    return Ledger(num_slots, num_pages, PAGE, first_page=2, order=order, caching=caching)  # type: ignore[arg-type]
 
 
-def test_a_promise_cannot_be_exceeded() -> None:
-    books = ledger()
-    holding = books.admit(8)
-    with pytest.raises(InvariantBroken, match="promise of 2 pages"):
-        books.reserve(holding, 9)
+def admit(books: Ledger, num_tokens: int, match: Match = NO_MATCH, salt: str = "") -> Holding:
+    return books.admit(match, num_tokens, salt)[0]
+
+
+def look(books: Ledger, tokens: Sequence[int], salt: str = "", **how: object) -> Match:
+    return books.match(salt, tokens, "d", **{"shifted_kv": False, **how})  # type: ignore[arg-type]
+
+
+def finish(books: Ledger, holding: Holding, tokens: Sequence[int], salt: str = "") -> None:
+    """A request that ran over `tokens` and ended."""
+    books.cache(holding, tokens, len(tokens), "d")
+    books.release(holding)
+
+
+def ids(match: Match) -> list[int]:
+    return [node.page for node in match.nodes]
 
 
 def test_pages_grow_only_when_a_position_needs_one() -> None:
     books = ledger()
-    holding = books.admit(16)
-    assert books.reserve(holding, 1) == (2,)
+    holding = admit(books, 1)
+    assert holding.table.pages == [2]
     assert books.reserve(holding, 4) == ()
     assert books.reserve(holding, 5) == (3,)
     assert holding.table.pages == [2, 3]
 
 
+def test_a_reservation_that_cannot_be_is_refused_whole() -> None:
+    books = ledger(num_pages=3)
+    first, second = admit(books, 4), admit(books, 4)
+    assert books.reserve(first, 12) is None and first.table.pages == [2]
+    assert books.reserve(second, 8) == (4,)
+    assert books.room_for(NO_MATCH, 1) == -1
+
+
 def test_a_slot_in_flight_is_not_reused() -> None:
     books = ledger(num_slots=1)
-    holding = books.admit(8)
-    books.reserve(holding, 8)
+    holding = admit(books, 8)
     books.launch(holding)
     books.launch(holding)
     books.release(holding)
-    assert not books.can_admit(1) and books.num_free_pages == 6
+    assert not books.has_free_slot and books.num_free_pages == 6 and books.is_waiting
     books.settle(holding)
-    assert not books.can_admit(1)
+    assert not books.has_free_slot
     books.settle(holding)
-    assert books.can_admit(32)
+    assert books.has_free_slot and not books.is_waiting
     books.check_balanced()
 
 
 def test_each_owner_of_a_slot_has_its_own_epoch() -> None:
     books = ledger(num_slots=1)
-    first = books.admit(4)
+    first = admit(books, 4)
     books.release(first)
-    second = books.admit(4)
+    second = admit(books, 4)
     assert (first.slot, first.epoch) == (1, 1) and (second.slot, second.epoch) == (1, 2)
 
 
@@ -66,16 +77,15 @@ def test_reuse_order() -> None:
     taken = {}
     for order in ("oldest", "newest"):
         books = ledger(order=order, num_pages=4)
-        holding = books.admit(4)
-        first = books.reserve(holding, 4)
+        holding = admit(books, 4)
         books.release(holding)
-        taken[order] = first == books.reserve(books.admit(4), 4)
+        taken[order] = holding.table.pages == admit(books, 4).table.pages
     assert taken == {"oldest": False, "newest": True}
 
 
 def test_settling_or_releasing_twice_is_an_error() -> None:
     books = ledger()
-    holding = books.admit(4)
+    holding = admit(books, 4)
     books.launch(holding)
     books.settle(holding)
     with pytest.raises(InvariantBroken, match="settled once"):
@@ -89,9 +99,134 @@ def test_settling_or_releasing_twice_is_an_error() -> None:
 
 def test_balance_names_what_is_held() -> None:
     books = ledger()
-    holding = books.admit(8)
-    books.reserve(holding, 5)
-    with pytest.raises(InvariantBroken, match=r"slots \[1\] are held, 2 pages are taken and 2 promised"):
+    holding = admit(books, 5)
+    with pytest.raises(InvariantBroken, match=r"slots \[1\] are held and of 8 pages 6 are free and 0 evictable"):
         books.check_balanced()
     books.release(holding)
     books.check_balanced()
+
+
+# -- the prefix cache ---------------------------------------------------------------------------------------------------------
+
+
+def test_finished_work_is_found_by_whole_pages_and_the_last_token_is_left_to_compute() -> None:
+    books = ledger()
+    finish(books, admit(books, 11), range(11))
+    assert books.num_free_pages == 6 and books.num_evictable_pages == 2
+    assert look(books, range(100)).computed_len == 8
+    assert look(books, range(9)).computed_len == 8
+    assert look(books, range(7)).computed_len == 4
+    assert look(books, [0, 1, 2, 9]).computed_len == 0
+    exact = look(books, range(8))
+    assert (ids(exact), exact.copied_page, exact.computed_len) == ([2], 3, 7), "the page of its last token is copied"
+
+
+def test_a_match_is_shared_and_pinned_while_somebody_holds_it() -> None:
+    books = ledger(num_pages=4)
+    finish(books, admit(books, 8), range(8))
+    found = look(books, range(20))
+    assert books.room_for(found, 20) == -1 and books.room_for(found, 16) == 0
+    first = admit(books, 12, found)
+    second = admit(books, 12, look(books, range(20)))
+    assert first.table.pages[:2] == second.table.pages[:2] and books.num_evictable_pages == 0
+    assert books.reserve(first, 13) is None, "what others read is not evicted"
+    books.release(first)
+    assert books.num_evictable_pages == 0
+    books.release(second)
+    assert books.num_evictable_pages == 2
+    books.check_balanced()
+
+
+def test_a_copied_page_waits_for_the_step_that_copies_it() -> None:
+    books = ledger(num_pages=3)
+    finish(books, admit(books, 8), range(8))
+    holding, copies = books.admit(look(books, range(8)), 8)
+    assert copies == ((3, 4),) and holding.table.pages == [2, 4]
+    books.launch(holding)
+    assert books.num_available_pages == 0, "neither the shared page nor the copied one can be had"
+    books.settle(holding)
+    assert books.num_available_pages == 1
+    books.release(holding)
+    books.check_balanced()
+
+
+def test_the_least_recently_used_leaf_is_evicted_first() -> None:
+    books = ledger(num_pages=4, num_slots=3)
+    finish(books, admit(books, 8), range(8))
+    finish(books, admit(books, 8), [0, 1, 2, 3, 9, 9, 9, 9])
+    books.release(admit(books, 8, look(books, range(9))))  # used again: [4..7] is younger than [9, 9, 9, 9] now
+    admit(books, 8)  # one free page, one evicted
+    assert look(books, range(9)).computed_len == 8
+    assert look(books, [0, 1, 2, 3, 9, 9, 9, 9, 9]).computed_len == 4
+    admit(books, 4)
+    assert look(books, range(9)).computed_len == 4, "a leaf goes before its parent"
+
+
+def test_two_that_compute_the_same_prefix_end_with_one_copy() -> None:
+    books = ledger()
+    first, second = admit(books, 9), admit(books, 9)
+    for holding in (first, second):
+        books.launch(holding)
+    assert books.cache(first, range(9), 9, "d") == []
+    assert books.cache(second, range(9), 9, "d") == [(0, 2), (1, 3)]
+    assert second.table.pages[:2] == first.table.pages[:2]
+    assert books.num_free_pages == 2, "the second copy is still written by a step in flight"
+    books.settle(second)
+    assert books.num_free_pages == 4
+    books.settle(first)
+    for holding in (first, second):
+        books.release(holding)
+    books.check_balanced()
+
+
+def test_salts_share_nothing() -> None:
+    books = ledger()
+    finish(books, admit(books, 8, salt="a"), range(8))
+    assert look(books, range(9), salt="a").computed_len == 8
+    assert look(books, range(9)).computed_len == look(books, range(9), salt="b").computed_len == 0
+
+
+def test_a_sibling_copies_the_page_that_is_still_being_written() -> None:
+    books = ledger()
+    first = admit(books, 6)
+    books.launch(first)
+    books.cache(first, range(6), 6, "d")
+    found = look(books, range(6), sibling=first)
+    assert (ids(found), found.copied_page, found.computed_len) == ([2], 3, 5)
+    assert look(books, range(6)).computed_len == 4
+
+
+def test_shifted_draft_kv_leaves_the_last_matched_token_to_compute() -> None:
+    books = ledger()
+    finish(books, admit(books, 8), range(8))
+    found = look(books, [*range(8), 99], shifted_kv=True)
+    assert (ids(found), found.copied_page, found.computed_len) == ([2], 3, 7)
+
+
+def test_pages_of_another_drafter_count_for_the_target_alone() -> None:
+    books = ledger()
+    finish(books, admit(books, 8), range(8))
+    found = books.match("", range(13), "other", shifted_kv=False)
+    assert (found.computed_len, found.draft_from) == (8, 8)
+    holding = admit(books, 13, found)
+    books.cache(holding, range(13), 12, "other")
+    assert books.match("", range(13), "d", shifted_kv=False).draft_from == 12
+    assert books.match("", range(9), "d", shifted_kv=False).draft_from == 0
+
+
+def test_a_reset_forgets_everything_and_takes_nothing_from_who_runs() -> None:
+    books = ledger()
+    finish(books, admit(books, 8), range(8))
+    running = admit(books, 12, look(books, range(12)))
+    books.reset_cache()
+    assert look(books, range(9)).computed_len == 0 and books.num_evictable_pages == 0 and books.num_free_pages == 5
+    finish(books, running, range(12))
+    assert look(books, range(9)).computed_len == 0, "what ran over the reset is not cached"
+    books.check_balanced()
+    assert books.num_free_pages == 8
+
+
+def test_without_caching_nothing_is_kept_or_shared() -> None:
+    books = ledger(caching=False)
+    finish(books, admit(books, 8), range(8))
+    assert look(books, range(9)) == NO_MATCH and books.num_free_pages == 8

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from slipstream.cache.pool import ReuseOrder
 from slipstream.config import EngineConfig
@@ -31,8 +32,9 @@ class Job:
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     grammar: tuple[str, str] | None = None
 
-    def request(self, name: str) -> EngineRequest:
-        return EngineRequest(name, self.prompt, self.params, self.seed, self.bad_word_ids, self.grammar)
+    def request(self, name: str, **how: Any) -> EngineRequest:
+        """The engine request; `how`: priority, cache_salt, parent_id."""
+        return EngineRequest(name, self.prompt, self.params, self.seed, self.bad_word_ids, self.grammar, **how)
 
 
 @dataclass
@@ -48,6 +50,8 @@ class Answer:
     num_drafted: int = 0
     num_accepted: int = 0
     prompt_logprobs: list[TokenLogprobs] | None = None
+    num_cached_tokens: int = 0
+    num_retractions: int = 0
 
     def key(self) -> tuple[object, ...]:
         """What must be equal on every path."""
@@ -67,6 +71,7 @@ def make_engine(
     order: ReuseOrder = "newest",
     eos: tuple[int, ...] = (EOS,),
     context_len: int | None = None,
+    **settings: Any,
 ) -> Engine:
     """A debug engine around a model that is already there."""
     config = EngineConfig(
@@ -77,6 +82,7 @@ def make_engine(
         max_num_seqs=batch,
         num_pages=num_pages if num_pages is not None else 4096 // page_size,
         debug=True,
+        **settings,
     )
     tokenizer = ByteTokenizer()
     return assemble_engine(
@@ -105,6 +111,7 @@ def collect(engine: Engine, answers: dict[str, Answer]) -> None:
             answer.finish_reason, answer.stop_reason, answer.error = output.finish_reason, output.stop_reason, output.error
             answer.terminal_events += 1
             answer.num_drafted, answer.num_accepted = output.num_drafted, output.num_accepted
+            answer.num_cached_tokens, answer.num_retractions = output.num_cached_tokens, output.num_retractions
 
 
 def drain(engine: Engine, answers: dict[str, Answer], max_steps: int = 20_000) -> None:

@@ -1,16 +1,17 @@
 """Watches plans from outside and holds them against rules 3 and 4, without asking the ledger.
 
-On one FIFO stream a slot or page that is handed on too early does no harm that an answer could show; on two it does. So the rule
-itself is checked: what an unsettled step names has no new owner.
+On one FIFO stream a slot or page that is handed on too early does no harm that an answer could show; on two it does. So the rules
+themselves are checked: what an unsettled step names has no new owner, and a page that is written is seen by its writer alone.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from slipstream.engine.executor import Device, Executor, StepHandle
-from slipstream.engine.plan import StepPlan, StepResult
+from slipstream.engine.plan import Chunk, StepPlan, StepResult, VerifyRow
 
 
 class RuleBroken(AssertionError):
@@ -30,62 +31,115 @@ class AuditedHandle:
 
     def result(self) -> StepResult:
         result = self._handle.result()
-        self._auditor.settled(self._plan)
+        self._auditor.settled(self._plan, result)
         return result
 
 
-class Auditor:
-    """An executor in front of another one."""
+@dataclass
+class _Slot:
+    """What the auditor knows of a slot: its owner's epoch, pages, and the length that is surely committed."""
 
-    def __init__(self, inner: Executor) -> None:
+    epoch: int
+    limit: int
+    pages: list[int]
+    length: int
+
+
+@dataclass
+class _Step:
+    """An unsettled step: slot -> pages it may touch, and pages it copies, with the slots that had them (and may write on)."""
+
+    number: int
+    named: dict[int, tuple[int, ...]]
+    copied: dict[int, set[int]]
+
+
+class Auditor:
+    """An executor in front of another one.
+
+    Args:
+        inner: the executor that runs the steps.
+        page_size: tokens of a page.
+    """
+
+    def __init__(self, inner: Executor, page_size: int) -> None:
         self.inner = inner
+        self._page_size = page_size
+        self._slots: dict[int, _Slot] = {}
         self._epochs: dict[int, int] = {}
-        self._pages: dict[int, list[int]] = {}
-        self._unsettled: deque[tuple[int, dict[int, tuple[int, ...]]]] = deque()  # step, slot -> pages it may touch
+        self._unsettled: deque[_Step] = deque()
 
     @classmethod
-    def around(cls, make: Callable[[Device], Executor]) -> Callable[[Device], Executor]:
-        return lambda device: cls(make(device))
+    def around(cls, make: Callable[[Device], Executor], page_size: int) -> Callable[[Device], Executor]:
+        return lambda device: cls(make(device), page_size)
 
     def submit(self, plan: StepPlan) -> AuditedHandle:
         self._check(plan)
         return AuditedHandle(self, plan, self.inner.submit(plan))
 
-    def settled(self, plan: StepPlan) -> None:
-        step, _ = self._unsettled.popleft()
-        _must(step == plan.step, f"step {step} must be settled before step {plan.step}")
+    def settled(self, plan: StepPlan, result: StepResult) -> None:
+        step = self._unsettled.popleft()
+        must(step.number == plan.step, f"step {step.number} must be settled before step {plan.step}")
+        for row, accepted in zip(plan.rows, result.accept_lens[len(plan.sampled) - len(plan.rows) :].tolist(), strict=True):
+            slot = self._slots.get(row.slot)
+            if slot is not None and slot.epoch == row.epoch:
+                slot.length += accepted
 
     def close(self) -> None:
         self.inner.close()
 
     def _check(self, plan: StepPlan) -> None:
         for retire in plan.retires:
-            _must(self._epochs.get(retire.slot) == retire.epoch, f"slot {retire.slot} must be retired by its owner")
-            self._pages[retire.slot] = []
-        busy = {slot for _, named in self._unsettled for slot in named}
+            owner = self._slots.pop(retire.slot, None)
+            must(owner is not None and owner.epoch == retire.epoch, f"slot {retire.slot} must be retired by its owner")
+        busy = {slot for step in self._unsettled for slot in step.named}
         for admit in plan.admits:
             before = self._epochs.get(admit.slot, 0)
-            _must(admit.epoch > before, f"a new owner of slot {admit.slot} must have an epoch above {before}, not {admit.epoch}")
-            _must(admit.slot not in busy, f"slot {admit.slot} must not change hands while a step names it")
+            must(admit.epoch > before, f"a new owner of slot {admit.slot} must have an epoch above {before}, not {admit.epoch}")
+            must(admit.slot not in self._slots, f"slot {admit.slot} must have one owner")
+            must(admit.slot not in busy, f"slot {admit.slot} must not change hands while a step names it")
             self._epochs[admit.slot] = admit.epoch
-            self._pages[admit.slot] = []
+            self._slots[admit.slot] = _Slot(admit.epoch, admit.limit, [], admit.computed_len)
         for delta in plan.page_deltas:
-            own = self._pages[delta.slot]
-            others = [pages for slot, pages in self._pages.items() if slot != delta.slot]
-            named = [pages for _, unsettled in self._unsettled for slot, pages in unsettled.items() if slot != delta.slot]
-            _must(delta.start == len(own), f"pages of slot {delta.slot} must be appended at {len(own)}, not {delta.start}")
-            for page in delta.pages:
-                _must(not any(page in pages for pages in named), f"page {page} must not change hands while a step names it")
-                _must(page not in own and not any(page in pages for pages in others), f"page {page} must have one owner")
-            own.extend(delta.pages)
+            own = self._slots[delta.slot].pages
+            must(delta.start <= len(own), f"pages of slot {delta.slot} must leave no gap, but begin at {delta.start}")
+            own[delta.start : delta.start + len(delta.pages)] = delta.pages
+        for source, target in plan.page_copies:
+            holders = [number for number, slot in self._slots.items() if target in slot.pages]
+            must(len(holders) == 1 and source != target, f"a copy must go to one owner's page, but {target} has {holders}")
+            self._check_written(holders[0], {target})
         for part in plan.parts:
             known = self._epochs.get(part.slot)
-            _must(part.epoch == known, f"a row must carry the epoch {known} of its slot {part.slot}, not {part.epoch}")
+            must(part.epoch == known, f"a row must carry the epoch {known} of its slot {part.slot}, not {part.epoch}")
+            self._check_written(part.slot, self._written(part))
+        for chunk in plan.chunks:  # a launched chunk is sure to be committed
+            self._slots[chunk.slot].length = chunk.start + chunk.num_tokens
         slots = [part.slot for part in plan.parts]
-        _must(len(set(slots)) == len(slots), f"a step must name a slot once, not {slots}")
-        self._unsettled.append((plan.step, {slot: tuple(self._pages[slot]) for slot in slots}))
+        must(len(set(slots)) == len(slots), f"a step must name a slot once, not {slots}")
+        named = {slot: tuple(self._slots[slot].pages) for slot in slots}
+        copied = {page: {number for number, slot in self._slots.items() if page in slot.pages} for page, _ in plan.page_copies}
+        self._unsettled.append(_Step(plan.step, named, copied))
+
+    def _written(self, part: Chunk | VerifyRow) -> set[int]:
+        """Pages a row may write to: from what is surely committed on, as far as the plan can go."""
+        slot = self._slots[part.slot]
+        if isinstance(part, Chunk):
+            start, stop = part.start, part.start + part.num_tokens
+        else:
+            start, stop = slot.length, min(part.max_len + 1 + part.num_nodes, slot.limit)
+        first, last = start // self._page_size, -(-stop // self._page_size)
+        must(last <= len(slot.pages), f"slot {part.slot} must have the {last} pages it writes, not {len(slot.pages)}")
+        return set(slot.pages[first:last])
+
+    def _check_written(self, slot: int, pages: set[int]) -> None:
+        others = {page for number, other in self._slots.items() if number != slot for page in other.pages}
+        must(not pages & others, f"pages {pages & others} must have one owner to be written by slot {slot}")
+        for step in self._unsettled:
+            read = {page for number, named in step.named.items() if number != slot for page in named}
+            read |= {page for page, had in step.copied.items() if slot not in had}
+            must(not pages & read, f"pages {pages & read} must not be written by slot {slot} while step {step.number} reads them")
 
 
-def _must(holds: bool, what: str) -> None:
+def must(holds: bool, what: str) -> None:
     if not holds:
         raise RuleBroken(what)

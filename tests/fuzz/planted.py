@@ -6,13 +6,16 @@ Every plant is a mistake in host or relay code as somebody could have written it
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 from unittest import mock
 
-from slipstream.cache.ledger import Holding, Ledger
+from slipstream.cache.ledger import Holding, Ledger, Match
 from slipstream.cache.pages import pages_for
+from slipstream.engine import settle as settle_module
+from slipstream.engine.cut import Cut
 from slipstream.engine.plan import PageDelta, StepResult, VerifyRow
 from slipstream.engine.request import Request
 from slipstream.engine.scheduler import Launched, Scheduler
@@ -57,17 +60,14 @@ def early_slot() -> Iterator[None]:
     """A slot is free as soon as its owner has ended; only its pages wait for the steps in flight."""
 
     def free(self: Ledger, holding: Holding) -> None:
-        if not holding.released:
-            return
-        if self._held.get(holding.slot) is holding:
+        if holding.released and self._held.get(holding.slot) is holding:
             del self._held[holding.slot]
             self._slots.give(holding.slot)
-        if not holding.num_in_flight:
-            self._promised -= holding.promised
-            for page in holding.table.pages:
-                self._pages.give(page)
+        if holding.released and not holding.num_in_flight:
+            for page in [page for _, page in holding.parted] + holding.table.pages[::-1]:
+                self._drop(page)
 
-    with mock.patch.object(Ledger, "_free_if_idle", free):
+    with mock.patch.object(Ledger, "_let_go", free):
         yield
 
 
@@ -77,16 +77,15 @@ def early_page() -> Iterator[None]:
     def free(self: Ledger, holding: Holding) -> None:
         if not holding.released:
             return
-        self._promised -= holding.promised
-        holding.promised = 0
-        for page in holding.table.pages:
-            self._pages.give(page)
+        for page in [page for _, page in holding.parted] + holding.table.pages[::-1]:
+            self._drop(page)
+        holding.parted.clear()
         holding.table.pages.clear()
         if not holding.num_in_flight:
             del self._held[holding.slot]
             self._slots.give(holding.slot)
 
-    with mock.patch.object(Ledger, "_free_if_idle", free):
+    with mock.patch.object(Ledger, "_let_go", free):
         yield
 
 
@@ -100,7 +99,7 @@ def trimmed_page() -> Iterator[None]:
         if holding is not None and not holding.released:
             keep = pages_for(len(request.tokens), ledger.page_size)
             for page in holding.table.pages[keep:]:
-                ledger._pages.give(page)
+                ledger._drop(page)
             del holding.table.pages[keep:]
         return output
 
@@ -131,13 +130,86 @@ def wrong_row() -> Iterator[None]:
         yield
 
 
+def shared_page_written() -> Iterator[None]:
+    """A fully cached prompt computes its last token where it is: in a page that others read."""
+    match = Ledger.match
+
+    def whole(self: Ledger, salt: str, tokens: Sequence[int], *args: Any, **kwargs: Any) -> Match:
+        found, nodes = match(self, salt, tokens, *args, **kwargs), self._tree.match(salt, tokens)
+        if len(nodes) * self.page_size != len(tokens):
+            return found
+        return replace(found, nodes=tuple(nodes), copied_page=None, computed_len=len(tokens) - 1)
+
+    with mock.patch.object(Ledger, "match", whole):
+        yield
+
+
+def stale_last_page() -> Iterator[None]:
+    """The cache takes the last token of an answer for computed; its KV would have come with the next step."""
+    cache = Ledger.cache
+
+    def all_of_it(self: Ledger, holding: Holding, tokens: Sequence[int], num_tokens: int, drafter: str) -> list[tuple[int, int]]:
+        return cache(self, holding, tokens, num_tokens + (num_tokens == len(tokens) - 1), drafter)
+
+    with mock.patch.object(Ledger, "cache", all_of_it):
+        yield
+
+
+def behind_the_cut() -> Iterator[None]:
+    """What a step accepted behind the end of an answer is cached with it."""
+    give_back, cut_off = Scheduler._give_back, settle_module.cut
+    runs: dict[int, list[int]] = {}
+
+    def noted(run: Sequence[int], **how: Any) -> Cut:
+        found = cut_off(run, **how)
+        runs[0] = list(run[found.num_tokens :])
+        return found
+
+    def with_all(self: Scheduler, request: Request) -> None:
+        kept = request.tokens
+        request.tokens = (kept + runs.pop(0, []))[: request.limit]
+        give_back(self, request)
+        request.tokens = kept
+
+    with mock.patch.object(settle_module, "cut", noted), mock.patch.object(Scheduler, "_give_back", with_all):
+        yield
+
+
+def retracted_in_flight() -> Iterator[None]:
+    """A victim is retracted at once, though a step that names it has not been settled: its tokens are lost."""
+    retract = Scheduler._make_way
+
+    def at_once(self: Scheduler, paused: Sequence[Request]) -> None:
+        retract(self, paused)
+        for request in [each for each in self.running if each.is_leaving]:
+            self._retract(request)
+            request.steps_in_flight.clear()
+
+    with mock.patch.object(Scheduler, "_make_way", at_once):
+        yield
+
+
 PLANTS: dict[str, Plant] = {
     plant.__name__: plant
-    for plant in (late_stash, stale_epoch, early_slot, early_page, trimmed_page, double_settle, wrong_row)
+    for plant in (
+        late_stash,
+        stale_epoch,
+        early_slot,
+        early_page,
+        trimmed_page,
+        double_settle,
+        wrong_row,
+        shared_page_written,
+        stale_last_page,
+        behind_the_cut,
+        retracted_in_flight,
+    )
 }
 # On one FIFO stream an ended owner's slot or pages may change hands early without any harm that an answer shows: the next owner's
-# writes come behind the last step that names them. The auditor holds the rule all the same.
-SHOWS_IN_ANSWERS = tuple(name for name in PLANTS if name not in ("early_slot", "early_page"))
+# writes come behind the last step that names them. A token computed again in a shared page leaves there what was there, and work
+# behind a cut is right as far as it goes. The auditor and the look into the cache hold the rules all the same.
+HARMLESS_HERE = ("early_slot", "early_page", "shared_page_written", "behind_the_cut")
+SHOWS_IN_ANSWERS = tuple(name for name in PLANTS if name not in HARMLESS_HERE)
 
 
 @contextmanager

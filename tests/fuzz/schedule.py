@@ -9,22 +9,36 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from typing import Literal
 from unittest import mock
 
 from slipstream.cache.pages import pages_for
 from slipstream.config import EngineConfig
 from slipstream.engine import build as engine_build
 from slipstream.engine.loop import Engine
+from slipstream.engine.runner import Runner
 from slipstream.engine.scheduler import Scheduler
 from slipstream.speculate.off import Off
 from slipstream.testing.adversarial import AdversarialExecutor
 from slipstream.testing.drafters import DrafterFactory, partial, rand_chain, rand_tree, self_chain, self_tree
 from slipstream.testing.relaying import relaying
-from slipstream.types import FinishReason
+from slipstream.types import EngineRequest, FinishReason
 from tests.engine.harness import Answer, Job, assert_equal, collect
 from tests.fuzz.auditor import Auditor
+from tests.fuzz.cached import check_cached
 from tests.fuzz.mixed import MixedScheduler
-from tests.fuzz.universe import CONTEXT, EOS, NUM_JOBS, attention_of, jobs, model_of, right_answer, stop_text, unguarded
+from tests.fuzz.universe import (
+    CONTEXT,
+    EOS,
+    NUM_JOBS,
+    attention_of,
+    jobs,
+    model_of,
+    relatives,
+    right_answer,
+    stop_text,
+    unguarded,
+)
 
 MAX_STEPS = 3000
 MODELS = ("hash 1", "hash 1", "hash 2")
@@ -67,36 +81,52 @@ class Setting:
     executor_seed: int = 0
     model: str = "hash 1"
     guarded: bool = False
+    caching: bool = True
+    headroom: int = 64
+    order: Literal["fcfs", "cache-aware"] = "fcfs"
 
 
 @dataclass(frozen=True)
 class Schedule:
     """A setting, the requests (numbers in the universe), and what the host does before it only steps.
 
-    Actions: ("add", i) and ("abort", i) of request i, ("step", 0), ("breathe", 0).
+    Actions: ("add", i) and ("abort", i) of request i, ("step", 0), ("breathe", 0), ("reset", 0) of the prefix cache.
+    `kinds`: priority and salt of each request. A request that asks the same as an earlier one is a sample of the same prompt.
     """
 
     setting: Setting
     requests: tuple[int, ...]
+    kinds: tuple[tuple[int, str], ...]
     actions: tuple[tuple[str, int], ...]
 
 
 def draw(rng: random.Random, models: Sequence[str] = MODELS, num_jobs: int = NUM_JOBS) -> Schedule:
     """A schedule of 2 to 4 requests."""
-    requests = tuple(rng.randrange(num_jobs) for _ in range(rng.choice((2, 2, 3, 3, 4))))
+    count = rng.choice((2, 2, 3, 3, 4))
+    family = [number for number in rng.choice(relatives()) if number < num_jobs]
+    if rng.random() < 0.75:
+        requests = tuple(rng.choice(family) for _ in range(count))
+        if rng.random() < 0.5:  # samples of one prompt
+            requests = tuple(rng.choice(requests) for _ in requests)
+    else:
+        requests = tuple(rng.randrange(num_jobs) for _ in range(count))
+    kinds = tuple((rng.choice((0, 0, 0, 1, -1)), rng.choice(("", "", "", "", "", "salt"))) for _ in requests)
     page_size = rng.choice((1, 2, 4, 16))
     needs = sorted(pages_for(limit_of(number), page_size) for number in requests)
     setting = Setting(
         lag=rng.choice((0, 1, 1)),
         page_size=page_size,
-        budget=rng.choice((1, 2, 4, 8, 8, 16, 16, 64, 64, 64)),
+        budget=rng.choice((1, 2, 4, 8, 8, 16, 16, 64, 64, 64, 64, 64)),
         num_seqs=rng.choice((1, 2, 3, 4, 8)),
         # From a pool in which the largest request does not fit at all to one that holds them all.
-        num_pages=max(1, rng.choice((needs[-1], needs[-1], needs[-1] + needs[0], sum(needs), needs[-1] - 1))),
+        num_pages=max(1, rng.choice((needs[-1], needs[-1], needs[-1] + 1, needs[-1] + needs[0], sum(needs), needs[-1] - 1))),
         drafter=rng.choice(DRAFTERS),
         executor_seed=rng.randrange(2**32),
         model=rng.choice(models),
         guarded=rng.random() < 0.04,
+        caching=rng.random() < 0.8,
+        headroom=rng.choice((0, 0, 0, 4, 64)),
+        order=rng.choice(("fcfs", "fcfs", "cache-aware")),
     )
     actions: list[tuple[str, int]] = []
     for place in range(len(requests)):
@@ -109,7 +139,9 @@ def draw(rng: random.Random, models: Sequence[str] = MODELS, num_jobs: int = NUM
             actions[at:at] = [("step", 0)] * rng.choice((0, 1, 3))
     for _ in range(rng.randint(0, 3)):
         actions.insert(rng.randint(0, len(actions)), ("breathe", 0))
-    return Schedule(setting, requests, tuple(actions))
+    if rng.random() < 0.1:
+        actions.insert(rng.randint(0, len(actions)), ("reset", 0))
+    return Schedule(setting, requests, kinds, tuple(actions))
 
 
 def limit_of(number: int) -> int:
@@ -143,6 +175,9 @@ def _build(setting: Setting, checked: bool) -> Engine:
         max_num_batched_tokens=setting.budget,
         max_num_seqs=setting.num_seqs,
         num_pages=setting.num_pages,
+        enable_prefix_caching=setting.caching,
+        admission_headroom_tokens=setting.headroom,
+        scheduling_policy=setting.order,
         debug=checked,
     )
     with mock.patch.object(engine_build, "Scheduler", scheduler):
@@ -154,7 +189,7 @@ def _build(setting: Setting, checked: bool) -> Engine:
             context_len=CONTEXT,
             attention=attention_of(setting.model),
             drafters={name: known[name] for name in names},
-            executor=Auditor.around(adversary) if checked else adversary,
+            executor=Auditor.around(adversary, setting.page_size) if checked else adversary,
             order="newest",
         )
 
@@ -168,21 +203,50 @@ def play(schedule: Schedule, engine: Engine, universe: Sequence[Job]) -> list[An
     try:
         for what, place in schedule.actions:
             if what == "add":
-                engine.add(universe[schedule.requests[place]].request(str(place)))
+                engine.add(_request(schedule, universe, place))
             elif what == "abort":
                 engine.abort(str(place))
+            elif what == "reset":
+                engine.reset_prefix_cache()
             elif what == "breathe":
                 adversary.breathe()
             else:
                 _step(engine, answers)
         for _ in range(MAX_STEPS):
             if not engine.has_work:
+                _check_cached(schedule, engine, universe, answers)
                 return [answers[str(place)] for place in range(len(schedule.requests))]
             _step(engine, answers)
             adversary.breathe()
         raise AssertionError(f"the engine must come to an end, but was still at work after {MAX_STEPS} steps")
     finally:
         engine.close()
+
+
+def _check_cached(schedule: Schedule, engine: Engine, universe: Sequence[Job], answers: dict[str, Answer]) -> None:
+    """Nothing but what was asked and answered is cached, and it is what it says."""
+    executor = engine._executor
+    if not isinstance(executor, Auditor):
+        return  # without checks only the answers tell
+    assert isinstance(executor.inner, AdversarialExecutor) and isinstance(executor.inner._device, Runner)
+    told = [
+        (salt, universe[number].prompt, _computed(answers[str(place)]))
+        for place, (number, (_, salt)) in enumerate(zip(schedule.requests, schedule.kinds, strict=True))
+    ]
+    runner = executor.inner._device
+    check_cached(engine.scheduler.ledger, told, runner if schedule.setting.model.startswith("hash") else None)
+
+
+def _computed(answer: Answer) -> list[int]:
+    """Tokens of an answer whose KV may be there: the last one's comes with the next step, or when it is resumed."""
+    return answer.token_ids if answer.num_retractions else answer.token_ids[:-1]
+
+
+def _request(schedule: Schedule, universe: Sequence[Job], place: int) -> EngineRequest:
+    number, (priority, salt) = schedule.requests[place], schedule.kinds[place]
+    first = schedule.requests.index(number)
+    parent = str(first) if first != place else None
+    return universe[number].request(str(place), priority=priority, cache_salt=salt, parent_id=parent)
 
 
 def _step(engine: Engine, answers: dict[str, Answer]) -> None:
@@ -212,9 +276,33 @@ def run(schedule: Schedule, make: Build = build) -> None:
     setting = schedule.setting
     with nullcontext() if setting.guarded else unguarded():
         answers = play(schedule, make(setting), jobs())
-    wanted = [right_answer(setting.model, number) for number in schedule.requests]
-    too_big = [pages_for(limit_of(number), setting.page_size) > setting.num_pages for number in schedule.requests]
-    check(schedule, answers, wanted, too_big)
+    pool = setting.num_pages * setting.page_size
+    wanted = [within(right_answer(setting.model, number), number, pool) for number in schedule.requests]
+    check(schedule, answers, wanted, [not fits(number, pool) for number in schedule.requests])
+
+
+def fits(number: int, pool: int) -> bool:
+    """Whether a request can ever run in a pool of so many tokens: an answer without a bound of its own needs one token."""
+    job = jobs()[number]
+    return (limit_of(number) if job.params.max_tokens is not None else len(job.prompt) + 1) <= pool
+
+
+def within(right: Answer, number: int, pool: int) -> Answer:
+    """The right answer in such a pool: one without a bound of its own ends where the pool ends."""
+    job = jobs()[number]
+    room = pool - len(job.prompt)
+    if job.params.max_tokens is not None or right.error is not None or len(right.token_ids) < max(room, 1):
+        return right
+    if len(right.token_ids) == room and right.finish_reason is FinishReason.STOP:
+        return right
+    kept = max(room, 0)
+    return replace(
+        right,
+        token_ids=right.token_ids[:kept],
+        logprobs=right.logprobs[:kept],
+        finish_reason=FinishReason.LENGTH,
+        stop_reason=None,
+    )
 
 
 # -- seeds and failures ---------------------------------------------------------------------------------------------------
@@ -265,16 +353,19 @@ def shrink(schedule: Schedule, fails: Callable[[Schedule], bool], most_tries: in
 def _smaller(schedule: Schedule) -> Iterator[Schedule]:
     for place in range(len(schedule.requests)):
         kept = tuple(number for at, number in enumerate(schedule.requests) if at != place)
+        kinds = tuple(kind for at, kind in enumerate(schedule.kinds) if at != place)
         actions = tuple(
             (what, at - (at > place)) if what in ("add", "abort") else (what, at)
             for what, at in schedule.actions
             if not (what in ("add", "abort") and at == place)
         )
         if kept:
-            yield Schedule(schedule.setting, kept, actions)
+            yield Schedule(schedule.setting, kept, kinds, actions)
+    if any(kind != (0, "") for kind in schedule.kinds):
+        yield replace(schedule, kinds=((0, ""),) * len(schedule.kinds))
     for at, (what, _) in enumerate(schedule.actions):
         if what != "add":
             yield replace(schedule, actions=schedule.actions[:at] + schedule.actions[at + 1 :])
-    for name, simple in (("drafter", "off"), ("lag", 0), ("num_seqs", 8), ("num_pages", 256), ("budget", 64)):
+    for name, simple in (("drafter", "off"), ("lag", 0), ("num_seqs", 8), ("num_pages", 256), ("budget", 64), ("caching", False)):
         if getattr(schedule.setting, name) != simple:
             yield replace(schedule, setting=replace(schedule.setting, **{name: simple}))

@@ -79,6 +79,11 @@ def test_schedules_reach_what_they_are_for() -> None:
         seen["rows at their limit"] += bool((result.accept_lens == 0).any())
         seen["sick logits"] += bool((result.non_finite >= 0).any())
         seen["grammars closed"] += bool((result.grammar_ends >= 0).any())
+        seen["cached prefixes"] += any(admit.computed_len for admit in plan.admits)
+        seen["copied pages"] += bool(plan.page_copies)
+        seen["resumed answers"] += any(len(admit.tokens) > admit.prompt_len for admit in plan.admits)
+        admitted = {admit.slot for admit in plan.admits}
+        seen["one copy of two"] += any(delta.start == 0 and delta.slot not in admitted for delta in plan.page_deltas)
         return result
 
     drop = Settler.settle
@@ -86,6 +91,8 @@ def test_schedules_reach_what_they_are_for() -> None:
     def settle(self: Settler, launched: Launched, result: StepResult) -> list[EngineOutput]:
         seen["results dropped"] += any(request.finish_reason is not None for request in launched.sampled)
         seen["requests that wait"] += bool(self._scheduler.waiting)
+        seen["pauses"] += self._scheduler.num_paused > 0
+        seen["retractions"] += any(request.is_leaving for request in self._scheduler.running)
         return drop(self, launched, result)
 
     with mock.patch.object(Runner, "run", spy), mock.patch.object(Settler, "settle", settle):
@@ -103,7 +110,8 @@ def test_shrinking_keeps_what_fails_and_drops_the_rest() -> None:
     schedule = Schedule(
         Setting(drafter="rand 3", num_seqs=2),
         (11, 22, 33),
+        ((0, ""), (1, "salt"), (0, "")),
         (("add", 0), ("step", 0), ("add", 1), ("abort", 1), ("add", 2), ("step", 0), ("breathe", 0)),
     )
     small = shrink(schedule, lambda one: 22 in one.requests and one.setting.lag == 1)
-    assert small == Schedule(Setting(num_seqs=8, num_pages=256), (22,), (("add", 0),))
+    assert small == Schedule(Setting(num_seqs=8, num_pages=256, caching=False), (22,), ((0, ""),), (("add", 0),))

@@ -32,6 +32,7 @@ EOS = 62
 EOS_BIAS = 0.7
 NAN = 63
 NUM_JOBS = 300
+NUM_STEMS = 3  # beginnings that many prompts share
 NUM_REAL_JOBS = 60  # of them, those that real models are given
 DIGITS = (32, 37)  # ids of the toy grammar's digits
 TOKENIZER = ByteTokenizer()
@@ -63,6 +64,19 @@ def jobs() -> tuple[Job, ...]:
     return tuple(draw_job(rng) for _ in range(NUM_JOBS))
 
 
+@lru_cache(maxsize=1)
+def stems() -> tuple[tuple[int, ...], ...]:
+    """Beginnings of prompts, almost as long as the context."""
+    rng = random.Random(20240608)
+    return tuple(tuple(rng.randrange(32, VOCAB - 2) for _ in range(CONTEXT - 3)) for _ in range(NUM_STEMS))
+
+
+@lru_cache(maxsize=1)
+def relatives() -> tuple[tuple[int, ...], ...]:
+    """For each stem the requests whose prompts begin with some of it."""
+    return tuple(tuple(number for number, job in enumerate(jobs()) if job.prompt[:2] == stem[:2]) for stem in stems())
+
+
 def draw_job(rng: random.Random) -> Job:
     """One request: prompt, parameters, seed."""
     if rng.random() < 0.08:
@@ -71,6 +85,11 @@ def draw_job(rng: random.Random) -> Job:
     prompt_len = rng.choice((1, 1, 2, 2, 3, 4, 5, 6, 7, 8, 9, 12, 17, CONTEXT - 3, CONTEXT - 1))
     usual = range(VOCAB - 2)
     prompt = tuple(rng.choice(alphabet if alphabet and rng.random() < 0.7 else usual) for _ in range(prompt_len))
+    if rng.random() < 0.6:
+        stem = rng.choice(stems())
+        shared = rng.choice((2, 3, 4, 5, 7, 8, 9, 12, 15, 16, 17, 20, 24))
+        prompt = (*stem[:shared], *prompt)[: CONTEXT - rng.choice((3, 6, 12))]
+        prompt = stem[:shared] if rng.random() < 0.3 else prompt
     if rng.random() < 0.02:
         prompt = (*prompt[:-1], NAN)
     fields: dict[str, object] = {"max_tokens": None if rng.random() < 0.05 else rng.choice((1, 2, 2, 3, 3, 4, 4, 5, 6, 8, 10))}

@@ -1,25 +1,55 @@
-"""The ledger: slots and pages of running requests. reserve before a step, launch and settle around it, release at the end.
+"""The ledger: slots, pages and cached prefixes. Match and admit, reserve before a step, launch and settle around it, release.
 
-A request's tokens and who guarantees what (page size 4, promise = pages of its limit):
+Who holds which interval of a request's tokens (page size 4):
 
-    position   0        8        16       24       32
-    committed  ├────────────┤                              settled: the host has seen these
-    in flight               ├─ ─ ─ ─┤                      f steps, each at most depth + 1 tokens
-    reserved   ├────────────────────────┤                  + max_writes of the next step, in whole pages
-    promised   ├───────────────────────────────────┤       its limit: admission counted these, nobody else gets them
+    position   0        8        16       24       32       40
+    matched    ├────────────┤                                       pages of the prefix cache, shared: never written
+    cached     ├─────────────────┤                                  full pages whose tokens are settled or prompt: may be matched
+    committed  ├────────────────────┤                               KV of settled tokens; the last one's comes with the next step
+    in flight                       ├─ ─ ─ ─┤                       f steps, each at most depth + 1 tokens
+    reserved   ├────────────────────────────────┤                   + max_writes of the next step, in whole pages
 
-Admission promises a request all pages up to its limit, so a running request always finds the page it reserves.
-Rule 4: a slot or page goes back only when every step that names it has been settled; `launch` counts, `settle` counts down, and
-`release` waits for zero.
+A page is free, or held by one request or several, or cached, or held and cached:
+
+    free ──take──► held ──cache──► held and cached ◄──match── cached, evictable
+      ▲              │ let go                │ let go by the last holder  ▲ │
+      └──────────────┘                       └────────────────────────────┘ │
+      └──────────────────────────────────────────────────────────── evicted ┘
+
+Rule 4: a slot or page goes back only when every step that names it has been settled: a holding counts its launched and settled
+steps, and what it has parted with waits for the count.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from slipstream.cache.pages import PageTable, pages_for
 from slipstream.cache.pool import FreeList, ReuseOrder
+from slipstream.cache.prefix import Node, PrefixTree
 from slipstream.errors import InvariantBroken
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """What a request finds of its tokens.
+
+    Attributes:
+        nodes: cached pages it shares, from position 0 on.
+        copied_page: a page whose beginning is worth having, but which the request would write to: it gets a copy. None: no such.
+        computed_len: tokens whose KV it need not compute.
+        draft_from: position from which on the KV of its drafter is there too.
+    """
+
+    nodes: tuple[Node, ...] = ()
+    copied_page: int | None = None
+    computed_len: int = 0
+    draft_from: int = 0
+
+
+NO_MATCH = Match()
 
 
 @dataclass(slots=True)
@@ -28,18 +58,30 @@ class Holding:
 
     Attributes:
         slot, epoch: its row; the epoch counts the slot's owners.
-        promised: pages admission promised it.
-        table: pages it has taken so far.
-        num_in_flight: unsettled steps that name the slot.
-        released: its owner is gone; slot and pages go back when num_in_flight is zero.
+        salt: of the prefixes it may share.
+        table: its pages.
+        nodes: the prefix cache's view of the first pages of the table.
+        num_launched, num_settled: steps that name the slot.
+        parted: (n, page): pages it lets go of once n of its steps are settled.
+        detached: the prefix cache was reset while it ran; it shares nothing more.
+        released: its owner is gone; slot and pages go back when nothing in flight names them.
     """
 
     slot: int
     epoch: int
-    promised: int
+    salt: str
     table: PageTable
-    num_in_flight: int = 0
+    nodes: list[Node]
+    num_launched: int = 0
+    num_settled: int = 0
+    parted: deque[tuple[int, int]] = field(default_factory=deque)
+    detached: bool = False
     released: bool = False
+
+    @property
+    def num_in_flight(self) -> int:
+        """Unsettled steps that name the slot."""
+        return self.num_launched - self.num_settled
 
 
 class Ledger:
@@ -51,55 +93,117 @@ class Ledger:
         page_size: tokens a page holds.
         first_page: number of the first usable page.
         order: which free slot or page is reused first.
+        caching: keep pages of finished and retracted work, and share pages.
     """
 
     def __init__(
-        self, num_slots: int, num_pages: int, page_size: int, first_page: int, order: ReuseOrder = "newest"
+        self,
+        num_slots: int,
+        num_pages: int,
+        page_size: int,
+        first_page: int,
+        order: ReuseOrder = "newest",
+        caching: bool = True,
     ) -> None:
         self.page_size = page_size
         self.num_pages = num_pages
+        self.caching = caching
         self._slots = FreeList(1, num_slots, order)
         self._pages = FreeList(first_page, num_pages, order)
         self._epochs = [0] * (num_slots + 1)
-        self._promised = 0
+        self._holders = [0] * (first_page + num_pages)  # how many holdings each page has, parted ones included
+        self._tree = PrefixTree(page_size)
         self._held: dict[int, Holding] = {}
 
     @property
     def num_free_pages(self) -> int:
-        """Pages nobody holds (some of them may be promised)."""
+        """Pages that hold nothing."""
         return len(self._pages)
 
     @property
-    def num_free_slots(self) -> int:
-        """Slots nobody holds."""
-        return len(self._slots)
+    def num_evictable_pages(self) -> int:
+        """Cached pages that nobody holds."""
+        return self._tree.num_evictable
 
-    def fits_ever(self, limit: int) -> bool:
-        """Whether a request of `limit` tokens fits into the whole, empty pool."""
-        return pages_for(limit, self.page_size) <= self.num_pages
+    @property
+    def num_available_pages(self) -> int:
+        """Pages that can be had now."""
+        return len(self._pages) + self._tree.num_evictable
 
-    def can_admit(self, limit: int) -> bool:
-        """Whether a slot is free and all pages of `limit` tokens can be promised now."""
-        return bool(len(self._slots)) and self._promised + pages_for(limit, self.page_size) <= self.num_pages
+    @property
+    def has_free_slot(self) -> bool:
+        """Whether a request could be admitted as far as slots go."""
+        return len(self._slots) > 0
 
-    def admit(self, limit: int) -> Holding:
-        """Give a slot to a request and promise it the pages of `limit` tokens. Call `can_admit` first."""
-        promised = pages_for(limit, self.page_size)
+    @property
+    def is_waiting(self) -> bool:
+        """Whether steps in flight keep something that will be free once they are settled."""
+        return any(holding.released or holding.parted for holding in self._held.values())
+
+    def fits_ever(self, num_tokens: int) -> bool:
+        """Whether a request of so many tokens fits into the whole, empty pool."""
+        return pages_for(num_tokens, self.page_size) <= self.num_pages
+
+    # -- admission ------------------------------------------------------------------------------------------------------
+
+    def match(self, salt: str, tokens: Sequence[int], drafter: str, shifted_kv: bool, sibling: Holding | None = None) -> Match:
+        """What is cached of `tokens`. The last token is always left to compute: its logits are needed.
+
+        Args:
+            drafter: whose draft KV counts.
+            shifted_kv: the drafter's KV at a position depends on the next token, so the last matched position must not be where
+                the request leaves the cached path.
+            sibling: holds the same prompt, `tokens`, and has launched it all: the page it goes on writing can be copied.
+        """
+        if not self.caching:
+            return NO_MATCH
+        size, most = self.page_size, len(tokens) - 1
+        nodes = self._tree.match(salt, tokens)
+        copied, computed = None, len(nodes) * size
+        if computed > most or (shifted_kv and nodes):  # of the last page all but its last token
+            copied, computed = nodes.pop().page, computed - 1
+        elif sibling is not None and computed < most and most // size == len(nodes):
+            copied, computed = sibling.table.pages[len(nodes)], most
+        if computed == len(nodes) * size:
+            copied = None
+        foreign = [place for place, node in enumerate(nodes) if node.drafter != drafter]
+        return Match(tuple(nodes), copied, computed, (foreign[-1] + 1) * size if foreign else 0)
+
+    def room_for(self, match: Match, num_tokens: int) -> int:
+        """Pages that would be left after an admission of `num_tokens` tokens with this match; below 0: it cannot be."""
+        wanted = [node.page for node in match.nodes] + ([] if match.copied_page is None else [match.copied_page])
+        pinned = sum(self._holders[page] == 0 for page in wanted)
+        return self.num_available_pages - pinned - (pages_for(num_tokens, self.page_size) - len(match.nodes))
+
+    def admit(self, match: Match, num_tokens: int, salt: str = "") -> tuple[Holding, tuple[tuple[int, int], ...]]:
+        """Give a slot, the matched pages and pages for the rest of `num_tokens` tokens. Call `room_for` first.
+
+        Returns the holding and the page copies (source, target) its first step must begin with.
+        """
         slot = self._slots.take()
         self._epochs[slot] += 1
-        self._promised += promised
-        holding = Holding(slot, self._epochs[slot], promised, PageTable(self.page_size))
+        holding = Holding(slot, self._epochs[slot], salt, PageTable(self.page_size), list(match.nodes))
         self._held[slot] = holding
-        return holding
+        for node in match.nodes:
+            self._hold(node.page)
+            holding.table.pages.append(node.page)
+        if match.copied_page is not None:  # neither evicted nor handed on before the step that copies it is settled
+            self._hold(match.copied_page)
+            holding.parted.append((1, match.copied_page))
+        if self.reserve(holding, num_tokens) is None:
+            raise InvariantBroken(f"a request must be admitted only where its pages fit, but {num_tokens} tokens do not")
+        if match.copied_page is None:
+            return holding, ()
+        return holding, ((match.copied_page, holding.table.pages[len(match.nodes)]),)
 
-    def reserve(self, holding: Holding, num_tokens: int) -> tuple[int, ...]:
-        """Make positions [0, num_tokens) writable; returns the pages added to the table (often none)."""
+    # -- around steps ---------------------------------------------------------------------------------------------------
+
+    def reserve(self, holding: Holding, num_tokens: int) -> tuple[int, ...] | None:
+        """Make positions [0, num_tokens) writable; returns the pages added to the table (often none), or None: too few."""
         count = holding.table.missing(num_tokens)
-        if len(holding.table.pages) + count > holding.promised:
-            raise InvariantBroken(
-                f"a request must stay within its promise of {holding.promised} pages, but needs {num_tokens} tokens"
-            )
-        added = tuple(self._pages.take() for _ in range(count))
+        if count > self.num_available_pages:
+            return None
+        added = tuple(self._take_page() for _ in range(count))
         holding.table.pages.extend(added)
         return added
 
@@ -107,35 +211,93 @@ class Ledger:
         """A step that names this slot was submitted."""
         if holding.released:
             raise InvariantBroken(f"a step must not name slot {holding.slot} after its release")
-        holding.num_in_flight += 1
+        holding.num_launched += 1
+
+    def cache(self, holding: Holding, tokens: Sequence[int], num_tokens: int, drafter: str) -> list[tuple[int, int]]:
+        """Offer the full pages among the first `num_tokens` tokens, all of them launched, to the prefix cache.
+
+        Where another request has cached the same prefix meanwhile its page is taken instead, so that one copy is left. Returns
+        (place in the table, page) of these: steps launched later must use them.
+        """
+        if not self.caching or holding.detached:
+            return []
+        replaced: list[tuple[int, int]] = []
+        for key in self._tree.keys(tokens, len(holding.nodes), num_tokens):
+            place = len(holding.nodes)
+            parent = holding.nodes[-1] if holding.nodes else self._tree.root(holding.salt)
+            own, node = holding.table.pages[place], parent.children.get(key)
+            if node is None:
+                node = self._tree.add(parent, key, own, drafter)
+            elif node.drafter != drafter:
+                break  # its draft KV is another drafter's: both copies stay
+            else:
+                self._hold(node.page)
+                holding.table.pages[place] = node.page
+                holding.parted.append((holding.num_launched, own))
+                replaced.append((place, node.page))
+            holding.nodes.append(node)
+        self._let_go(holding)
+        return replaced
 
     def settle(self, holding: Holding) -> None:
-        """A step that names this slot was settled; frees what a release left waiting for it."""
+        """A step that names this slot was settled; frees what waited for it."""
         if holding.num_in_flight == 0:
             raise InvariantBroken(f"a step must be settled once, but slot {holding.slot} has none in flight")
-        holding.num_in_flight -= 1
-        self._free_if_idle(holding)
+        holding.num_settled += 1
+        self._let_go(holding)
 
     def release(self, holding: Holding) -> None:
         """The owner is gone. Slot and pages go back now, or when the last step in flight that names them is settled."""
         if holding.released:
             raise InvariantBroken(f"slot {holding.slot} must be released once")
         holding.released = True
-        self._free_if_idle(holding)
+        self._let_go(holding)
+
+    def reset_cache(self) -> None:
+        """Forget all cached work. What running requests hold stays theirs and is shared no more."""
+        for holding in self._held.values():
+            holding.detached = True
+        for page in self._tree.clear():
+            self._pages.give(page)
 
     def check_balanced(self) -> None:
-        """With nothing running: every slot and page is free and nothing is promised. Raises `InvariantBroken` otherwise."""
-        if self._held or self._promised or len(self._slots) != self._slots.total or len(self._pages) != self._pages.total:
+        """With nothing running: no slot is held, and every page is free or evictable. Raises `InvariantBroken` otherwise."""
+        if self._held or len(self._slots) != self._slots.total or self.num_available_pages != self.num_pages:
             raise InvariantBroken(
-                f"an idle engine must hold nothing, but slots {sorted(self._held)} are held, "
-                f"{self._pages.total - len(self._pages)} pages are taken and {self._promised} promised"
+                f"an idle engine must hold nothing, but slots {sorted(self._held)} are held and of {self.num_pages} pages "
+                f"{self.num_free_pages} are free and {self.num_evictable_pages} evictable"
             )
+        if any(self._holders):
+            raise InvariantBroken("an idle engine must hold no page, but some are still counted as held")
 
-    def _free_if_idle(self, holding: Holding) -> None:
-        if not holding.released or holding.num_in_flight:
-            return
-        del self._held[holding.slot]
-        self._promised -= holding.promised
-        for page in holding.table.pages:
-            self._pages.give(page)
-        self._slots.give(holding.slot)
+    # -- pages ----------------------------------------------------------------------------------------------------------
+
+    def _take_page(self) -> int:
+        page = self._pages.take() if len(self._pages) else self._tree.evict()
+        self._holders[page] = 1
+        return page
+
+    def _hold(self, page: int) -> None:
+        if self._holders[page] == 0:
+            self._tree.pin(page)
+        self._holders[page] += 1
+
+    def _drop(self, page: int) -> None:
+        self._holders[page] -= 1
+        if self._holders[page] < 0:
+            raise InvariantBroken(f"page {page} must be let go of once by each who holds it")
+        if self._holders[page] == 0:
+            if self._tree.holds(page):
+                self._tree.unpin(page)
+            else:
+                self._pages.give(page)
+
+    def _let_go(self, holding: Holding) -> None:
+        gone = holding.released and not holding.num_in_flight
+        while holding.parted and (gone or holding.parted[0][0] <= holding.num_settled):
+            self._drop(holding.parted.popleft()[1])
+        if gone:
+            del self._held[holding.slot]
+            for page in reversed(holding.table.pages):  # children first: see cache/prefix.py
+                self._drop(page)
+            self._slots.give(holding.slot)

@@ -17,6 +17,7 @@ from slipstream.config import EngineConfig
 from slipstream.engine.compat import check_startup
 from slipstream.engine.executor import Device, Executor, ThreadExecutor
 from slipstream.engine.loop import Engine
+from slipstream.engine.policy import Policy
 from slipstream.engine.runner import Runner
 from slipstream.engine.scheduler import DraftLimits, Scheduler
 from slipstream.engine.settle import StopTextFactory
@@ -32,17 +33,13 @@ from slipstream.weights.loaded import LoadedModel
 KV_MEMORY_SHARE = 0.4
 
 
-def build_engine(
-    config: EngineConfig, on_progress: Callable[[str, float], None] | None = None
-) -> tuple[Engine, LoadedModel]:
+def build_engine(config: EngineConfig, on_progress: Callable[[str, float], None] | None = None) -> tuple[Engine, LoadedModel]:
     """Load the configured model and build an engine around it; `on_progress(phase, fraction)` is told how far it is."""
     check_startup(config)
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     device = pick_device(config.device)
-    loaded = load(
-        config.model, dtype=config.dtype, device=device, max_context=config.max_model_len, on_progress=on_progress
-    )
+    loaded = load(config.model, dtype=config.dtype, device=device, max_context=config.max_model_len, on_progress=on_progress)
     engine = assemble_engine(
         loaded.model,
         config,
@@ -104,10 +101,11 @@ def assemble_engine(
         debug=config.debug,
     )
     scheduler = Scheduler(
-        Ledger(config.max_num_seqs, num_pages, config.page_size, NUM_RESERVED_PAGES, order),
-        {name: DraftLimits(d.depth, d.num_nodes, d.max_writes) for name, d in built.items()},
+        Ledger(config.max_num_seqs, num_pages, config.page_size, NUM_RESERVED_PAGES, order, config.enable_prefix_caching),
+        {name: DraftLimits(d.depth, d.num_nodes, d.max_writes, d.shifted_kv) for name, d in built.items()},
         next(iter(built)),
         config.max_num_batched_tokens,
+        Policy(config.scheduling_policy, config.admission_headroom_tokens),
     )
     return Engine(
         scheduler=scheduler,

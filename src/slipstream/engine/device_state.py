@@ -42,10 +42,10 @@ class DeviceState:
             self.history[slot] = -1
         self.history[slot, : len(admit.tokens)] = torch.from_numpy(admit.tokens).to(self.device)
         self.limits[slot] = admit.limit
-        self.draft_from[slot] = 0
+        self.draft_from[slot] = admit.draft_from
 
     def extend(self, delta: PageDelta) -> None:
-        """Append pages to a slot's table."""
+        """Write pages into a slot's table."""
         self.page_tables[delta.slot, delta.start : delta.start + len(delta.pages)] = self.upload(delta.pages)
 
     def upload(self, values: list[int] | tuple[int, ...] | np.ndarray) -> Tensor:

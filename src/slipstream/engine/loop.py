@@ -91,7 +91,7 @@ class Engine:
             self._outputs.append(_refused(request, error))
             return
         self._arrivals += 1
-        queued = Request(request, limit, list(request.prompt_token_ids), self._arrivals)
+        queued = Request(request, limit, list(request.prompt_token_ids), self._arrivals, time.monotonic())
         self._requests[request.request_id] = queued
         self.scheduler.enqueue(queued)
 
@@ -118,10 +118,19 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Counters, brought up to date."""
-        self._stats.num_running = self.num_running
-        self._stats.num_waiting = self.num_waiting
-        self._stats.num_free_pages = self.scheduler.ledger.num_free_pages
-        return self._stats
+        stats, scheduler = self._stats, self.scheduler
+        stats.num_running = self.num_running
+        stats.num_waiting = self.num_waiting
+        stats.num_paused = scheduler.num_paused
+        stats.num_retractions = scheduler.num_retractions
+        stats.num_cached_tokens = scheduler.num_cached_tokens
+        stats.num_free_pages = scheduler.ledger.num_free_pages
+        stats.num_evictable_pages = scheduler.ledger.num_evictable_pages
+        return stats
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached work; running requests go on and share nothing more."""
+        self.scheduler.ledger.reset_cache()
 
     def close(self) -> None:
         """Stop the executor; unfinished requests are lost."""
@@ -154,12 +163,14 @@ class Engine:
         max_tokens = request.params.max_tokens
         if prompt_len < 1 or room < (0 if max_tokens == 0 else 1):
             raise InvalidParameter("prompt", f"have 1 to {self.context_len - 1} tokens", f"{prompt_len} tokens")
-        limit = prompt_len + (room if max_tokens is None else min(max_tokens, room))
         ledger = self.scheduler.ledger
+        pool = ledger.num_pages * ledger.page_size
+        if max_tokens is None:
+            max_tokens = max(1, pool - prompt_len)  # an answer without a bound of its own ends where the pool ends
+        limit = prompt_len + min(max_tokens, room)
         if not ledger.fits_ever(limit):
             raise NeverFits(
-                f"a request must fit the KV pool of {ledger.num_pages * ledger.page_size} tokens, but prompt and max_tokens need "
-                f"{limit}",
+                f"a request must fit the KV pool of {pool} tokens, but prompt and max_tokens need {limit}",
                 hint="lower max_tokens, or give the server more pages (--num-pages or --kv-cache-memory-bytes)",
             )
         return limit

@@ -29,6 +29,7 @@ class Admit:
         tokens: int64, the whole history: prompt, plus generated tokens on resume.
         prompt_len: the original prompt's length; penalties and min_tokens count what comes after it.
         computed_len: tokens whose KV the pages already hold (a cached prefix).
+        draft_from: position from which on its drafter's KV is there too; a draft attends only from there on.
         limit: most tokens, prompt and output, the row may ever have: min(prompt_len + max_tokens, context).
     """
 
@@ -38,6 +39,7 @@ class Admit:
     tokens: IntArray
     prompt_len: int
     computed_len: int
+    draft_from: int
     limit: int
 
 
@@ -51,7 +53,7 @@ class Retire:
 
 @dataclass(frozen=True, slots=True)
 class PageDelta:
-    """Pages appended to a slot's page table, from entry `start` on."""
+    """Pages of a slot's page table, from entry `start` on: appended, or in place of pages that hold the same."""
 
     slot: int
     start: int

@@ -1,25 +1,25 @@
-"""The scheduler: policy and nothing else. Decides who runs, with how many prompt tokens and how many draft nodes.
+"""The scheduler: decides who runs in a step, with how many prompt tokens, how many draft nodes and which pages.
 
-It imports no torch and never waits: what the device has not told yet it bounds from above.
+It imports no torch and never waits: what the device has not told yet it bounds from above. Who comes first is policy.py's.
 
 A step's token budget is dealt out in this order:
     1. a root for each decoding row (round-robin where the budget is smaller than the rows),
     2. a share for prompts, so that a long prompt goes on however wide the drafts are,
     3. draft nodes, evenly, from what is left after the prompts.
-Requests are admitted in order of arrival, each only when the ledger can promise all it may ever need: nobody overtakes, so nobody
-starves, and a running request is never short of a page.
+Pages likewise: the next page of each decoding row, by rank; all pages of a newly admitted prompt; pages for draft nodes.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from slipstream.cache.ledger import Ledger
+from slipstream.cache.ledger import NO_MATCH, Holding, Ledger, Match
 from slipstream.engine.plan import Admit, Chunk, PageDelta, Retire, StepPlan, VerifyRow
+from slipstream.engine.policy import Policy, RankedList, victim_of_pressure, victim_of_priority
 from slipstream.engine.request import Request
 from slipstream.errors import InvariantBroken
 
@@ -33,6 +33,7 @@ class DraftLimits:
     depth: int
     num_nodes: int
     max_writes: int
+    shifted_kv: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,17 @@ class Launched:
     named: tuple[Request, ...]
 
 
+@dataclass(slots=True)
+class _Draft:
+    """A plan in the making."""
+
+    admits: list[Admit] = field(default_factory=list)
+    deltas: list[PageDelta] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    chunks: list[Chunk] = field(default_factory=list)
+    prompts: list[Request] = field(default_factory=list)  # whose the chunks are
+
+
 class Scheduler:
     """Queues, admission and the plan of each step.
 
@@ -52,150 +64,253 @@ class Scheduler:
         drafters: name -> limits; must hold `drafter`.
         drafter: which one requests draft with.
         max_num_batched_tokens: most tokens the target computes in a step, at least 2.
+        policy: who comes first.
     """
 
     def __init__(
-        self, ledger: Ledger, drafters: Mapping[str, DraftLimits], drafter: str, max_num_batched_tokens: int
+        self,
+        ledger: Ledger,
+        drafters: Mapping[str, DraftLimits],
+        drafter: str,
+        max_num_batched_tokens: int,
+        policy: Policy | None = None,
     ) -> None:
         self.ledger = ledger
-        self.waiting: deque[Request] = deque()
-        self.running: list[Request] = []
+        self.waiting = RankedList()
+        self.running = RankedList()
+        self.num_paused = 0
+        self.num_retractions = 0
+        self.num_cached_tokens = 0
+        self._policy = policy or Policy()
         self._drafter = drafter
         self._limits = drafters[drafter]
         self._budget = max_num_batched_tokens
         self._retires: list[Retire] = []
+        self._replaced: list[tuple[Holding, PageDelta]] = []  # pages that the next step must find in tables in place of others
         self._step = 0
         self._turn = 0
 
     def enqueue(self, request: Request) -> None:
-        """Put a new request at the end of the queue."""
-        self.waiting.append(request)
+        """Put a new request into the queue, behind those of its priority."""
+        self.waiting.add(request)
 
     def retire(self, request: Request) -> None:
         """A request has ended (finish_reason is set): out of the queues; slot and pages go back once nothing names them."""
-        holding = request.holding
-        if holding is None:
+        if request.holding is None:
             self.waiting.remove(request)
-            return
-        self.running.remove(request)
-        self._retires.append(Retire(holding.slot, holding.epoch))
-        self.ledger.release(holding)
+        else:
+            self._give_back(request)
 
     def settled(self, launched: Launched) -> None:
         """A step's result has been taken: everything it named is in one step less."""
         for request in launched.named:
-            if request.holding is None:
-                raise InvariantBroken(f"a step must only name admitted requests, but {request.request_id} has no slot")
-            self.ledger.settle(request.holding)
+            self.ledger.settle(_holding(request))
 
     def plan(self) -> Launched | None:
         """The next step, or None when there is nothing to launch right now."""
-        decoding = [r for r in self.running if not r.is_prefilling and not r.surely_done]
-        prompts_wait = any(r.is_prefilling for r in self.running) or self._can_admit()
-        roots = self._budget - prompts_wait  # a prompt always gets at least one token
-        if len(decoding) > roots:
-            start = self._turn % len(decoding)
-            decoding = (decoding[start:] + decoding[:start])[:roots]
-            self._turn += roots
-        budget = self._budget - len(decoding)
-
-        admits, chunks, chunk_requests, deltas = self._plan_prompts(budget, bool(decoding))
-        budget -= sum(chunk.num_tokens for chunk in chunks)
-        nodes = self._nodes_per_row(decoding, budget)
-        rows = [self._row(request, count, deltas) for request, count in zip(decoding, nodes, strict=True)]
-        if not chunks and not rows:
-            return None
-
+        for request in [each for each in self.running if each.is_leaving and not each.num_in_flight]:
+            self._retract(request)
+        draft = _Draft()
+        rows, paused = self._next_pages(draft)
+        self.num_paused = len(paused)
+        candidate = None if paused else self._admissible()
+        roots = self._budget - (candidate is not None or any(r.is_prefilling and not r.is_leaving for r in self.running))
+        rows = self._in_turn(rows, roots)  # a prompt always gets at least one token
+        budget = self._budget - len(rows)
+        self._plan_prompts(draft, candidate, budget, bool(rows))
+        budget -= sum(chunk.num_tokens for chunk in draft.chunks)
+        nodes = self._nodes_per_row(rows, budget)
+        verify_rows = [self._row(request, count, draft) for request, count in zip(rows, nodes, strict=True)]
+        self._make_way(paused)
+        if not draft.chunks and not verify_rows:
+            return self._nothing_planned()
+        replaced = [delta for holding, delta in self._replaced if not holding.released]
+        self._replaced = []
         self._step += 1
         retires, self._retires = tuple(self._retires), []
         plan = StepPlan(
             step=self._step,
             retires=retires,
-            admits=tuple(admits),
-            page_deltas=tuple(deltas),
-            chunks=tuple(chunks),
-            rows=tuple(rows),
+            admits=tuple(draft.admits),
+            page_deltas=(*replaced, *draft.deltas),
+            page_copies=tuple(draft.copies),
+            chunks=tuple(draft.chunks),
+            rows=tuple(verify_rows),
         )
-        return self._launch(plan, chunk_requests, decoding)
+        return self._launch(plan, draft.prompts, rows)
 
-    def _plan_prompts(
-        self, budget: int, decoding: bool
-    ) -> tuple[list[Admit], list[Chunk], list[Request], list[PageDelta]]:
-        """Chunks of admitted requests first, then of new ones, in order of arrival."""
+    # -- rows -----------------------------------------------------------------------------------------------------------
+
+    def _next_pages(self, draft: _Draft) -> tuple[list[Request], list[Request]]:
+        """Reserve a page for the root of each decoding row, by rank. Returns those who have one and those who are paused."""
+        rows: list[Request] = []
+        paused: list[Request] = []
+        for request in self.running:
+            if request.is_prefilling or request.surely_done or request.is_leaving:
+                continue
+            (rows if self._reserve(request, 1, draft) else paused).append(request)
+        return rows, paused
+
+    def _in_turn(self, rows: list[Request], most: int) -> list[Request]:
+        if len(rows) <= most:
+            return rows
+        start = self._turn % len(rows)
+        self._turn += most
+        return (rows[start:] + rows[:start])[:most]
+
+    def _row(self, request: Request, num_nodes: int, draft: _Draft) -> VerifyRow:
+        if num_nodes and not self._reserve(request, max(1 + num_nodes, self._limits.max_writes), draft):
+            num_nodes = 0
+        holding = _holding(request)
+        return VerifyRow(holding.slot, holding.epoch, self._drafter_of(request), num_nodes, request.max_committed_len)
+
+    def _nodes_per_row(self, rows: list[Request], budget: int) -> list[int]:
+        """Deal draft nodes evenly; a row never gets more than it may still commit (its bonus comes on top)."""
+        if not rows:
+            return []
+        share = min(self._limits.num_nodes, budget // len(rows))
+        return [min(share, r.limit - len(r.tokens) - len(r.steps_in_flight) - 1) for r in rows]
+
+    def _reserve(self, request: Request, num_writes: int, draft: _Draft) -> bool:
+        """Make the next `num_writes` positions of a row writable, as far as its limit; false: no pages."""
+        holding = _holding(request)
+        start = len(holding.table.pages)
+        pages = self.ledger.reserve(holding, min(request.max_committed_len + num_writes, request.limit))
+        if pages:
+            draft.deltas.append(PageDelta(holding.slot, start, pages))
+        return pages is not None
+
+    # -- prompts --------------------------------------------------------------------------------------------------------
+
+    def _plan_prompts(self, draft: _Draft, candidate: tuple[Request, Match] | None, budget: int, decoding: bool) -> None:
+        """Chunks of admitted requests first, by rank, then of new ones."""
         if decoding and self._limits.num_nodes:
             budget = min(budget, max(1, self._budget // PROMPT_SHARE))
-        admits: list[Admit] = []
-        chunks: list[Chunk] = []
-        requests: list[Request] = []
-        deltas: list[PageDelta] = []
         for request in self.running:
-            if request.is_prefilling and budget > 0:
-                chunks.append(self._chunk(request, budget, deltas))
-                requests.append(request)
-                budget -= chunks[-1].num_tokens
-        while budget > 0 and self._can_admit():
-            request = self.waiting.popleft()
-            admits.append(self._admit(request))
-            chunks.append(self._chunk(request, budget, deltas))
-            requests.append(request)
-            budget -= chunks[-1].num_tokens
-        return admits, chunks, requests, deltas
+            if request.is_prefilling and not request.is_leaving and budget > 0:
+                budget -= self._chunk(request, budget, draft)
+        while budget > 0 and candidate is not None:
+            request = candidate[0]
+            self._admit(*candidate, draft)
+            budget -= self._chunk(request, budget, draft)
+            candidate = self._admissible()
 
-    def _can_admit(self) -> bool:
-        return bool(self.waiting) and self.ledger.can_admit(self.waiting[0].limit)
+    def _admissible(self) -> tuple[Request, Match] | None:
+        """The next request to admit, if there is one and it may be."""
+        if not self.ledger.has_free_slot:
+            return None
+        found = self._policy.candidate(self.waiting, self._match)
+        if found is None or self._must_wait(found[0]) or not self._policy.may_admit(*found, tuple(self.running), self.ledger):
+            return None
+        return found
 
-    def _admit(self, request: Request) -> Admit:
-        holding = request.holding = self.ledger.admit(request.limit)
-        request.prefill_len = len(request.tokens)
-        request.prefilled = 0
-        self.running.append(request)
-        return Admit(
-            slot=holding.slot,
-            epoch=holding.epoch,
-            request=request.request,
-            tokens=np.asarray(request.tokens, dtype=np.int64),
-            prompt_len=request.prompt_len,
-            computed_len=0,
-            limit=request.limit,
+    def _match(self, request: Request) -> Match:
+        if request.num_prompt_logprobs is not None:  # logits at every position of its prompt are needed
+            return NO_MATCH
+        drafter = self._drafter_of(request)
+        parent = self._parent(request)
+        sibling = parent.holding if parent is not None and request.num_output == 0 and parent.has_launched_prompt else None
+        return self.ledger.match(
+            request.request.cache_salt, request.tokens, drafter, shifted_kv=self._limits.shifted_kv, sibling=sibling
         )
 
-    def _chunk(self, request: Request, budget: int, deltas: list[PageDelta]) -> Chunk:
+    def _must_wait(self, request: Request) -> bool:
+        """A sample of a prompt that another sample is just computing waits for the pages instead of computing them again."""
+        parent = self._parent(request)
+        return self.ledger.caching and parent is not None and not parent.is_leaving and not parent.has_launched_prompt
+
+    def _parent(self, request: Request) -> Request | None:
+        wanted = request.request.parent_id
+        return next((each for each in self.running if each.request_id == wanted), None) if wanted is not None else None
+
+    def _admit(self, request: Request, match: Match, draft: _Draft) -> None:
+        self.waiting.remove(request)
+        self._policy.note_admitted(request, self.waiting)
+        holding, copies = self.ledger.admit(match, len(request.tokens), request.request.cache_salt)
+        request.admitted(holding, match.computed_len, time.monotonic())
+        self.num_cached_tokens += match.computed_len
+        self.running.add(request)
+        draft.copies.extend(copies)
+        draft.deltas.append(PageDelta(holding.slot, 0, tuple(holding.table.pages)))
+        draft.admits.append(
+            Admit(
+                slot=holding.slot,
+                epoch=holding.epoch,
+                request=request.request,
+                tokens=np.asarray(request.tokens, dtype=np.int64),
+                prompt_len=request.prompt_len,
+                computed_len=match.computed_len,
+                draft_from=match.draft_from,
+                limit=request.limit,
+            )
+        )
+
+    def _chunk(self, request: Request, budget: int, draft: _Draft) -> int:
         start = request.prefilled
         count = min(request.prefill_len - start, budget)
-        slot, epoch = self._reserve(request, start + count, deltas)
         request.prefilled += count
-        return Chunk(slot, epoch, self._drafter, start, count, not request.is_prefilling, request.num_prompt_logprobs)
+        holding = _holding(request)
+        drafter, is_last = self._drafter_of(request), not request.is_prefilling
+        draft.chunks.append(
+            Chunk(holding.slot, holding.epoch, drafter, start, count, is_last, request.num_prompt_logprobs)
+        )
+        draft.prompts.append(request)
+        return count
 
-    def _row(self, request: Request, num_nodes: int, deltas: list[PageDelta]) -> VerifyRow:
-        max_len = request.max_committed_len
-        writes = max(1 + num_nodes, self._limits.max_writes if num_nodes else 1)
-        slot, epoch = self._reserve(request, min(max_len + writes, request.limit), deltas)
-        return VerifyRow(slot, epoch, self._drafter, num_nodes, max_len)
+    def _drafter_of(self, request: Request) -> str:
+        return self._drafter
 
-    def _reserve(self, request: Request, num_tokens: int, deltas: list[PageDelta]) -> tuple[int, int]:
-        holding = request.holding
-        if holding is None:
-            raise InvariantBroken(f"a planned request must hold a slot, but {request.request_id} does not")
-        start = len(holding.table.pages)
-        if pages := self.ledger.reserve(holding, num_tokens):
-            deltas.append(PageDelta(holding.slot, start, pages))
-        return holding.slot, holding.epoch
+    # -- pressure -------------------------------------------------------------------------------------------------------
 
-    def _nodes_per_row(self, decoding: list[Request], budget: int) -> list[int]:
-        """Deal draft nodes evenly; a row never gets more than it may still commit (its bonus comes on top)."""
-        if not decoding:
-            return []
-        share = min(self._limits.num_nodes, budget // len(decoding))
-        return [min(share, r.limit - len(r.tokens) - len(r.steps_in_flight) - 1) for r in decoding]
+    def _make_way(self, paused: Sequence[Request]) -> None:
+        """Name a victim where policy wants one. It leaves once its last step is settled; that step's tokens are kept."""
+        victim = victim_of_pressure(self.running, paused, self.ledger)
+        if victim is None and not paused and self.waiting and not self._must_wait(self.waiting[0]) and self._admissible() is None:
+            victim = victim_of_priority(self.running, self.waiting)
+        if victim is not None:
+            victim.is_leaving = True
 
-    def _launch(self, plan: StepPlan, chunk_requests: list[Request], decoding: list[Request]) -> Launched:
-        for request, row in zip(decoding, plan.rows, strict=True):
+    def _nothing_planned(self) -> Launched | None:
+        """A victim with nothing in flight leaves at once, and then there may be something to launch."""
+        if any(each.is_leaving and not each.num_in_flight for each in self.running):
+            return self.plan()
+        return None
+
+    def _retract(self, request: Request) -> None:
+        self._give_back(request)
+        request.retracted()
+        self.num_retractions += 1
+        self.waiting.add(request)
+
+    def _give_back(self, request: Request) -> None:
+        """Out of the running; what is settled of its work stays cached."""
+        holding = _holding(request)
+        self.running.remove(request)
+        self._retires.append(Retire(holding.slot, holding.epoch))
+        settled = request.prefilled if request.is_prefilling else len(request.tokens) - 1
+        self.ledger.cache(holding, request.tokens, settled, self._drafter_of(request))
+        self.ledger.release(holding)
+
+    # -- launch ---------------------------------------------------------------------------------------------------------
+
+    def _launch(self, plan: StepPlan, prompts: list[Request], rows: list[Request]) -> Launched:
+        for request, row in zip(rows, plan.rows, strict=True):
             request.steps_in_flight.append(1 + min(row.num_nodes, self._limits.depth))
-        last = [request for request, chunk in zip(chunk_requests, plan.chunks, strict=True) if chunk.is_last]
+        last = [request for request, chunk in zip(prompts, plan.chunks, strict=True) if chunk.is_last]
         for request in last:
             request.steps_in_flight.append(1)
-        named = (*chunk_requests, *decoding)
+        named = (*prompts, *rows)
         for request in named:
-            if request.holding is not None:
-                self.ledger.launch(request.holding)
-        return Launched(plan, (*last, *decoding), named)
+            self.ledger.launch(_holding(request))
+        # From now on these pages may be shared: whoever reads them is in a later step.
+        for request in prompts:
+            holding = _holding(request)
+            shared = self.ledger.cache(holding, request.tokens, request.prefilled, self._drafter_of(request))
+            self._replaced.extend((holding, PageDelta(holding.slot, place, (page,))) for place, page in shared)
+        return Launched(plan, (*last, *rows), named)
+
+
+def _holding(request: Request) -> Holding:
+    if request.holding is None:
+        raise InvariantBroken(f"a planned request must hold a slot, but {request.request_id} does not")
+    return request.holding

@@ -7,7 +7,7 @@ found to have ended one step late, or was aborted) is dropped.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -74,9 +74,7 @@ class Settler:
         request.finish_reason = reason
         self._finders.pop(request.request_id, None)
         self._scheduler.retire(request)
-        return EngineOutput(
-            request.request_id, finish_reason=reason, error=error, num_prompt_tokens=request.prompt_len
-        )
+        return _news(request, finish_reason=reason, error=error)
 
     def _settle_prompt(self, request: Request, chunk: Chunk, found: ChunkLogprobs) -> list[EngineOutput]:
         """Keep the logprobs of a chunk; a request whose prompt is computed anew overwrites what it had from there on."""
@@ -119,16 +117,13 @@ class Settler:
             request.finish_reason = ended.finish_reason
             self._finders.pop(request.request_id, None)
             self._scheduler.retire(request)
-        return EngineOutput(
-            request.request_id,
+        return _news(
+            request,
             token_ids=kept,
             logprobs=_row_logprobs(result.logprobs, row, kept, request.request.params.logprobs or 0),
             finish_reason=ended.finish_reason,
             stop_reason=ended.stop_reason,
             error=error,
-            num_prompt_tokens=request.prompt_len,
-            num_drafted=request.num_drafted,
-            num_accepted=request.num_accepted,
             prompt_logprobs=of_prompt,
         )
 
@@ -151,6 +146,20 @@ class Settler:
             min_tokens=params.min_tokens,
             ignore_eos=params.ignore_eos,
         )
+
+
+def _news(request: Request, **news: Any) -> EngineOutput:
+    """News of a request, with its counts so far."""
+    return EngineOutput(
+        request.request_id,
+        num_prompt_tokens=request.prompt_len,
+        num_cached_tokens=request.num_cached,
+        num_drafted=request.num_drafted,
+        num_accepted=request.num_accepted,
+        queue_s=request.queue_s or 0.0,
+        num_retractions=request.num_retractions,
+        **news,
+    )
 
 
 def _row_logprobs(
