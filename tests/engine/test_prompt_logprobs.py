@@ -235,15 +235,43 @@ def test_the_same_values_whatever_ran_before(lag: int, warm_first: bool) -> None
     wanted = [reference(HASH_LM, [job])[0] for job in jobs]
     engine = make_engine(HASH_LM, lag=lag, page_size=16, chunk=10)
     rounds = [plain, jobs, jobs] if warm_first else [jobs, plain, jobs]
+    cached = 0
     try:
         for number, asked in enumerate(rounds):
             answers: dict[str, Answer] = {}
             for place, job in enumerate(asked):
                 engine.add(job.request(f"{number}-{place}"))
             drain(engine, answers)
+            cached += sum(answer.num_cached_tokens for answer in answers.values())
             if asked is jobs:
                 for place, alone in enumerate(wanted):
                     assert_same(answers[f"{number}-{place}"].prompt_logprobs, alone.prompt_logprobs or ())
                     assert answers[f"{number}-{place}"].key() == alone.key()
+                    assert answers[f"{number}-{place}"].num_cached_tokens == 0
     finally:
         engine.close()
+    assert cached > 0, "the others must find pages in the cache"
+
+
+@pytest.mark.parametrize("steps", [1, 3, 8, 12])
+@pytest.mark.parametrize("lag", [0, 1])
+def test_a_retracted_request_gets_them_once(lag: int, steps: int) -> None:
+    """In the middle of its prompt it starts over, whatever the cache has of it; in the middle of its answer it has them."""
+    job, urgent = scored(60, 2, max_tokens=40), Job(prompt(2, 20), params(5))
+    watch = Watch()
+    engine = make_engine(HASH_LM, lag=lag, batch=1, page_size=8, chunk=8, executor=watch.over())
+    answers: dict[str, Answer] = {}
+    try:
+        engine.add(replace(job.request("r"), priority=5))
+        for _ in range(steps):
+            collect(engine, answers)
+        engine.add(urgent.request("urgent"))
+        drain(engine, answers)
+    finally:
+        engine.close()
+    assert answers["r"].num_retractions == 1, "it must lose its slot, or the test proves nothing"
+    starts = [chunk.start for plan in watch.plans for chunk in plan.chunks if chunk.num_prompt_logprobs is not None]
+    assert starts.count(0) == (2 if steps < 8 else 1), "from the start in the middle of it, never again behind it"
+    alone = reference(HASH_LM, [job])[0]
+    assert_same(answers["r"].prompt_logprobs, alone.prompt_logprobs or ())
+    assert answers["r"].key() == alone.key()

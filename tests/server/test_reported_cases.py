@@ -44,6 +44,34 @@ def test_a10_stop_strings_in_all_spellings(real_server: LiveServer) -> None:
         assert real_server.complete("hello", stop=wrong).status_code == 400
 
 
+# K05
+
+
+def test_k05_the_prefix_cache_does_not_show_in_prompt_logprobs(real_server: LiveServer) -> None:
+    """Cached prompts say so in usage; prompts that are scored are computed whole, and their values never change."""
+    prompt = "a prompt of its own, longer than a page or two, " * 2
+
+    def cached(**fields: Any) -> int:
+        usage = real_server.complete(prompt, max_tokens=1, **fields).json()["usage"]
+        return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+    def scored() -> Any:
+        body = real_server.complete(prompt, max_tokens=0, echo=True, logprobs=2).json()
+        assert body["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        return body["choices"][0]["logprobs"]["token_logprobs"][1:]
+
+    assert real_server.http.post("/reset_prefix_cache").json() == {"success": True}
+    first = scored()
+    assert cached() > 0, "what scoring has computed is there for others"
+    assert scored() == pytest.approx(first, abs=1e-9)
+    assert cached(cache_salt="mine") == 0 and cached(cache_salt="mine") > 0 and cached(cache_salt="yours") == 0
+    assert real_server.http.post("/reset_prefix_cache").json() == {"success": True}
+    assert cached() == 0
+    events = complete_events(real_server.complete(prompt, max_tokens=1, **USAGE))
+    assert events[-1]["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+    assert scored() == pytest.approx(first, abs=1e-9)
+
+
 # A12
 
 
