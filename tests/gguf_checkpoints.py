@@ -25,16 +25,27 @@ _NAMES = {
     "mlp.down_proj": "ffn_down",
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "self_attn.qkv_proj": "attn_qkv",
+    "mlp.gate_up_proj": "ffn_up",
 }
+_GEMMA3_NAMES = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+INTERLEAVED = ("llama", "smollm3")
 
 
-def gguf_name(name: str) -> str:
+def gguf_name(name: str, architecture: str) -> str:
     """`model.layers.3.mlp.up_proj.weight` -> `blk.3.ffn_up.weight`."""
+    names = {**_NAMES, **(_GEMMA3_NAMES if architecture == "gemma3" else {})}
     stem, _, kind = name.rpartition(".")
     if stem.startswith("model.layers."):
         _, _, layer, inner = stem.split(".", 3)
-        return f"blk.{layer}.{_NAMES[inner]}.{kind}"
-    return f"{_NAMES[stem]}.{kind}"
+        return f"blk.{layer}.{names[inner]}.{kind}"
+    return f"{names[stem]}.{kind}"
 
 
 def interleave(values: np.ndarray, heads: int) -> np.ndarray:
@@ -50,6 +61,7 @@ def write(
     *,
     architecture: str = "llama",
     kind: Kind = Kind.F32,
+    kinds: dict[str, Kind] | None = None,
     metadata: dict[str, Any] | None = None,
     without: tuple[str, ...] = (),
     extra: dict[str, np.ndarray] | None = None,
@@ -57,7 +69,8 @@ def write(
 ) -> Path:
     """Write `model` with its matrices in `kind` and put the rounded values back into it, so that it stays the reference.
 
-    metadata: further keys, or other values; None leaves one out. without, extra: tensors by the file's names.
+    kinds: others for tensors of these names. metadata: further keys, or other values; None leaves one out.
+    without, extra: tensors by the file's names.
     """
     config = model.config
     writer = gguf.GGUFWriter(path, architecture)
@@ -69,7 +82,7 @@ def write(
         "attention.head_count": config.num_attention_heads,
         "attention.head_count_kv": config.num_key_value_heads,
         "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
-        "rope.freq_base": config.rope_parameters["rope_theta"],
+        "rope.freq_base": config.rope_parameters.get("full_attention", config.rope_parameters)["rope_theta"],
     }
     values = {f"{architecture}.{key}": value for key, value in keys.items()}
     if tokenizer:
@@ -80,21 +93,22 @@ def write(
             _add(writer, key, value)
     with torch.no_grad():
         for name, parameter in model.state_dict().items():
-            own = gguf_name(name)
+            own = gguf_name(name, architecture)
             if own in without or (name == "lm_head.weight" and config.tie_word_embeddings):
                 continue
-            as_kind = kind if parameter.dim() == 2 else Kind.F32
-            exact = parameter.float().numpy()
+            as_kind = (kinds or {}).get(own.split(".")[-2], kind) if parameter.dim() == 2 else Kind.F32
+            shift = float(architecture == "gemma3" and name.endswith("norm.weight"))
+            exact = parameter.float().numpy() + np.float32(shift)
             heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(own.split(".")[-2])
-            if architecture == "llama" and heads:
+            if architecture in INTERLEAVED and heads:
                 exact = interleave(exact, heads)
             stored = gguf.quantize(exact, as_kind)
             writer.add_tensor(own, stored, raw_dtype=as_kind)
             rounded = torch.from_numpy(np.ascontiguousarray(gguf.dequantize(stored, as_kind)))
-            if architecture == "llama" and heads:
+            if architecture in INTERLEAVED and heads:
                 back = np.argsort(interleave(np.arange(exact.shape[0]), heads))
                 rounded = rounded[torch.from_numpy(back)]
-            parameter.copy_(rounded)
+            parameter.copy_(rounded - shift)
     for name, tensor in (extra or {}).items():
         writer.add_tensor(name, tensor)
     writer.write_header_to_file()

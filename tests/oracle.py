@@ -32,7 +32,8 @@ def transformers_logits(folder: str) -> Logits:
     """Logits behind a sequence, in fp64, without any cache. Its norms and its eager softmax compute in fp32: not used."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="sdpa").eval()
     for norm in (module for name, module in model.named_modules() if name.endswith("norm")):
-        norm.forward = lambda x, n=norm: n.weight * x / (x.square().mean(-1, keepdim=True) + n.variance_epsilon).sqrt()
+        weight, eps = (norm.weight + 1, norm.eps) if hasattr(norm, "eps") else (norm.weight, norm.variance_epsilon)  # eps: Gemma
+        norm.forward = lambda x, w=weight, e=eps: w * x / (x.square().mean(-1, keepdim=True) + e).sqrt()
 
     def logits(tokens: Sequence[int]) -> Floats:
         with torch.inference_mode():
@@ -79,8 +80,7 @@ def truncate(scores: Floats, top_k: int, top_p: float, min_p: float) -> Floats:
     probs = np.exp(scores - scores.max())
     probs /= probs.sum()
     if top_p < 1:
-        num_kept = int(np.argmax(np.cumsum(probs[order]) >= top_p)) + 1
-        scores[order[num_kept:]] = -np.inf
+        scores[order[int(np.argmax(np.cumsum(probs[order]) >= top_p)) + 1 :]] = -np.inf
     scores[probs < min_p * probs.max()] = -np.inf
     return scores
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from slipstream.attention.kv import NUM_RESERVED_PAGES, KVCache
-from slipstream.attention.layout import build_layout
+from slipstream.attention.layout import build_layout, tree_ancestors
 from slipstream.attention.reference import ReferenceBackend
 from slipstream.models.base import CausalLM
 from slipstream.observe.guard import SyncGuard
@@ -45,6 +45,36 @@ class PagedSequence:
             logits = self.model.logits(hidden)
         self.length += count
         return logits, states
+
+
+@torch.inference_mode()
+def tree_logits(model: CausalLM, prompt: Tensor, nodes: Tensor, parents: Sequence[int]) -> Tensor:
+    """[1 + W, vocab]: a prompt as one chunk, then a verify row: the root nodes[0] and a tree, node i below parents[i - 1]."""
+    length, end = len(prompt), len(prompt) + len(nodes)
+    kv = KVCache(model.kv_layers, end + NUM_RESERVED_PAGES, 1, torch.device("cpu"), poison=True)
+    ancestors = tree_ancestors(torch.tensor([list(parents)]))
+    for base, tokens, tree in ((0, prompt, None), (length, nodes, ancestors)):
+        layout = build_layout(
+            page_tables=torch.arange(NUM_RESERVED_PAGES, end + NUM_RESERVED_PAGES)[None],
+            page_size=1,
+            base_lens=torch.tensor([base]),
+            limits=torch.tensor([end]),
+            query_lens=(len(tokens),),
+            max_key_lens=(base + len(tokens),),
+            num_chunks=int(tree is None),
+            ancestors=tree,
+        )
+        with SyncGuard():
+            hidden, _ = model.forward(tokens, ReferenceBackend().begin(layout, kv))
+    return model.logits(hidden)
+
+
+def path_of(node: int, parents: Sequence[int]) -> list[int]:
+    """Nodes from the root to `node`."""
+    path = [node]
+    while path[0]:
+        path.insert(0, parents[path[0] - 1])
+    return path
 
 
 def logits_in_chunks(model: CausalLM, tokens: Tensor, chunks: Sequence[int], page_size: int = 4) -> Tensor:

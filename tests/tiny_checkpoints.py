@@ -7,17 +7,35 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
-from transformers.models.mistral.modeling_mistral import MistralRMSNorm
-from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
-FAMILIES: dict[str, tuple[Any, Any]] = {
-    "llama": (LlamaConfig, LlamaForCausalLM),
-    "mistral": (MistralConfig, MistralForCausalLM),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+FAMILIES: dict[str, str] = {
+    "llama": "Llama",
+    "mistral": "Mistral",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "gemma3_text": "Gemma3Text",
+    "smollm3": "SmolLM3",
+    "phi3": "Phi3",
+}
+# What a family needs said beyond `tiny`'s sizes.
+OWN_SETTINGS: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": None},
+    "qwen3": {"head_dim": 8},
+    "gemma3_text": {
+        "head_dim": 16,
+        "query_pre_attn_scalar": 24,
+        "sliding_window": 7,
+        "sliding_window_pattern": 3,
+        "num_hidden_layers": 4,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+        },
+    },
+    "smollm3": {"no_rope_layer_interval": 2},
 }
 VOCAB = 320
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -25,7 +43,8 @@ SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 def tiny(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any) -> Any:
     """A random `transformers` model; weights large enough that every part of it matters to the logits."""
-    config_class, model_class = FAMILIES[family]
+    config_class = getattr(transformers, f"{FAMILIES[family]}Config")
+    model_class = getattr(transformers, f"{FAMILIES[family].removesuffix('Text')}ForCausalLM")
     settings: dict[str, Any] = {
         "vocab_size": VOCAB,
         "hidden_size": 48,
@@ -40,9 +59,7 @@ def tiny(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **ov
         "eos_token_id": 2,
         "pad_token_id": 0,
     }
-    if family == "mistral":
-        settings["sliding_window"] = None
-    config = config_class(**{**settings, **overrides})
+    config = config_class(**{**settings, **OWN_SETTINGS.get(family, {}), **overrides})
     torch.manual_seed(seed)
     model = model_class(config).eval()
     with torch.no_grad():
@@ -85,23 +102,30 @@ def byte_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def reference_logits(model: Any, tokens: Tensor) -> Tensor:
+def reference_logits(model: Any, tokens: Tensor, **forward: Any) -> Tensor:
     """[T] int64 -> [T, vocab], by transformers.
 
-    In float64 its norms are replaced: they compute in float32 whatever the model's dtype, which hides errors below 1e-7.
+    In float64 its norms are replaced: they compute in float32 whatever the model's dtype, which hides errors below 1e-7. So is
+    Gemma's scale of embeddings, which has been through float32.
     """
     with torch.no_grad():
         if model.dtype == torch.float64:
             for module in model.modules():
-                if isinstance(module, (LlamaRMSNorm, MistralRMSNorm, Qwen2RMSNorm)):
-                    module.forward = _exact_norm(module)
-        logits: Tensor = model(tokens[None]).logits[0]
+                if type(module).__name__.endswith("RMSNorm"):
+                    module.forward = exact_norm(module)
+                elif type(module).__name__.endswith("ScaledWordEmbedding"):
+                    module.embed_scale = torch.tensor(module.scalar_embed_scale, dtype=torch.float64)
+        logits: Tensor = model(tokens[None], **forward).logits[0]
     return logits
 
 
-def _exact_norm(module: Any) -> Any:
+def exact_norm(module: Any) -> Any:
+    """The forward of a `transformers` RMS norm in the dtype of its input."""
+    one_more = type(module).__name__.startswith("Gemma")
+    eps = module.eps if one_more else module.variance_epsilon
+
     def forward(x: Tensor) -> Tensor:
-        out: Tensor = module.weight * (x / (x.pow(2).mean(-1, keepdim=True) + module.variance_epsilon).sqrt())
+        out: Tensor = x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * (module.weight + one_more)
         return out
 
     return forward

@@ -133,6 +133,9 @@ class EngineConfig(BaseModel):
     )
 
     log_level: Literal["debug", "info", "warning", "error"] = _setting("Logging", "info", "Least severe message that is logged.")
+    log_interval_s: Number = _setting(
+        "Logging", 10.0, "Seconds between two lines on throughput while there is work; 0: no such lines.", ge=0
+    )
     log_json: bool = _setting("Logging", False, "Log one JSON object a line.")
 
     @model_validator(mode="wrap")

@@ -38,13 +38,18 @@ def load_config(flags: Mapping[str, Any], config_file: str | None = None) -> Eng
 
     Raises `ConfigError` naming flag, variable or file and key.
     """
+    return load_with_origins(flags, config_file)[0]
+
+
+def load_with_origins(flags: Mapping[str, Any], config_file: str | None = None) -> tuple[EngineConfig, dict[str, str]]:
+    """As `load_config`, and who said what: field name -> flag, variable or file; without those that nobody set."""
     config_file = config_file or os.environ.get(CONFIG_VARIABLE) or None
     in_file = _read_file(config_file) if config_file else {}
     in_env = EnvSettingsSource(_Sources)()
-    labels = {key: f"{key} in {config_file}" for key in in_file}
-    labels |= {key: env_name(key) for key in in_env}
-    labels |= {key: flag_name(key) for key in flags}
-    return EngineConfig.model_validate({**in_file, **in_env, **flags}, context={"labels": labels})
+    said = {key: env_name(key) for key in in_env} | {key: flag_name(key) for key in flags}
+    labels = {key: f"{key} in {config_file}" for key in in_file} | said
+    config = EngineConfig.model_validate({**in_file, **in_env, **flags}, context={"labels": labels})
+    return config, {key: str(config_file) for key in in_file} | said
 
 
 def unknown_variables() -> list[str]:

@@ -87,13 +87,15 @@ def lay_out(segments: list[Segment], num_chunks: int, page_size: int, rng: rando
     return layout, num_pages
 
 
-def by_hand(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+def by_hand(query: Tensor, keys: Tensor, values: Tensor, scale: float, softcap: float | None) -> Tensor:
     """One query [heads, dim] over keys and values [n, kv_heads, dim], in float64."""
     groups = query.shape[0] // keys.shape[1]
     out = []
     for head in range(query.shape[0]):
         k, v = keys[:, head // groups].double(), values[:, head // groups].double()
         scores = (k @ query[head].double()) * scale
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
         out.append(torch.exp(scores - torch.logsumexp(scores, 0)) @ v)
     return torch.stack(out)
 
@@ -110,16 +112,18 @@ def check(
     dtype: torch.dtype = torch.float64,
     trees: bool = False,
     tolerance: float = 1e-12,
+    windows: tuple[int | None, ...] = (None,) * LAYERS,
+    softcap: float | None = None,
 ) -> None:
     rng = random.Random(seed)
     layout, num_pages = lay_out(segments, num_chunks, page_size, rng, trees)
     spec = LayerKV(kv_heads, dim, dim, dtype)
-    kv = KVCache((spec,) * LAYERS, num_pages, page_size, torch.device("cpu"), poison=True)
+    kv = KVCache((spec,) * len(windows), num_pages, page_size, torch.device("cpu"), poison=True)
     gen = torch.Generator().manual_seed(seed)
     draw = lambda *shape: torch.randn(*shape, generator=gen, dtype=torch.float64).to(dtype)  # noqa: E731
     scale = 1 / math.sqrt(dim)
     step = ReferenceBackend().begin(layout, kv)
-    for layer in range(LAYERS):
+    for layer, window in enumerate(windows):
         keys, values = kv.layer(layer)
         past = [(draw(s.base, kv_heads, dim), draw(s.base, kv_heads, dim)) for s in segments]
         for s, (k, v) in zip(segments, past, strict=True):
@@ -128,7 +132,7 @@ def check(
                 values[s.slot(position, page_size)] = v[position]
         query, key, value = (draw(layout.num_tokens, n, dim) for n in (heads, kv_heads, kv_heads))
         with SyncGuard():
-            out = step(layer, query, key, value, scale)
+            out = step(layer, query, key, value, scale, window, softcap)
         assert out.dtype == dtype
         assert out.shape == query.shape
         at = 0
@@ -136,8 +140,10 @@ def check(
             for node in range(s.length):
                 if s.base + node < s.limit:  # behind its limit a node's result is nobody's
                     seen = sorted(s.path(node)) if trees and number >= num_chunks else list(range(node + 1))
-                    own = [at + i for i in seen]
-                    expected = by_hand(query[at + node], torch.cat([k, key[own]]), torch.cat([v, value[own]]), scale)
+                    first = 0 if window is None else max(0, s.base + len(seen) - window)  # the first position it sees
+                    own = [at + i for i in seen[max(0, first - s.base) :]]
+                    k_seen, v_seen = torch.cat([k[first:], key[own]]), torch.cat([v[first:], value[own]])
+                    expected = by_hand(query[at + node], k_seen, v_seen, scale, softcap)
                     torch.testing.assert_close(out[at + node].double(), expected, rtol=0, atol=tolerance)
                 assert out[at + node].isfinite().all()
             at += s.length
@@ -172,6 +178,22 @@ def test_random_ragged_steps(page_size: int, trees: bool, seed: int) -> None:
 def test_other_dtypes(dtype: torch.dtype, tolerance: float, seed: int) -> None:
     segments, num_chunks = random_segments(random.Random(seed), trees=True)
     check(segments, num_chunks, page_size=4, seed=seed, dtype=dtype, trees=True, tolerance=tolerance)
+
+
+@pytest.mark.parametrize("softcap", [None, 0.7])
+@pytest.mark.parametrize("trees", [False, True])
+@pytest.mark.parametrize("seed", range(8))
+def test_windows_and_softcaps(softcap: float | None, trees: bool, seed: int) -> None:
+    """Layers of different windows in one pass: shorter than a row, inside the earlier keys, longer than everything."""
+    rng = random.Random(f"{trees}{seed}")
+    segments, num_chunks = random_segments(rng, trees)
+    windows = (rng.randrange(1, 5), None, rng.randrange(5, 30), 1000)
+    check(segments, num_chunks, page_size=4, seed=seed, trees=trees, windows=windows, softcap=softcap)
+
+
+def test_a_window_counts_depths_of_a_tree_and_not_places() -> None:
+    """Node 6 lies 6 places behind the root and 2 levels: a window of 3 still shows it the root."""
+    check([Segment(5, [-1, 0, 0, 0, 0, 0, 5])], 0, page_size=4, seed=4, trees=True, windows=(3,))
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (4, 4), (8, 1), (9, 3)])

@@ -29,6 +29,7 @@ def test_help_loads_no_torch(argv: list[str]) -> None:
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.startswith(f"usage: {' '.join(['slipstream', *argv[:-1]])} ")
     loaded = set(done.stderr.splitlines())
+    assert argv == ["--help"] or "\nexample:\n  slipstream " in done.stdout
     assert not loaded & {"torch", "numpy", "transformers", "fastapi", "httpx", "pydantic_settings", "jinja2", "gguf"}
     if argv == ["--help"]:
         assert "pydantic" not in loaded
@@ -45,7 +46,11 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("argv", "error", "hint"),
     [
-        (["srve"], "a command must be one of serve, run, chat, bench, pull, but got 'srve'", "slipstream --help"),
+        (
+            ["srve"],
+            "a command must be one of serve, run, chat, bench, pull, ls, show, rm, config, doctor, but got 'srve'",
+            "slipstream --help",
+        ),
         (["serve", "--page-sise", "3"], "an argument must be one that slipstream serve knows", "did you mean --page-size?"),
         (["serve", "--page-size=x"], "--page-size must be an integer, but got 'x'", None),
         (["serve", "--max-model-len", "0"], "--max-model-len must be at least 1, but got '0'", None),
@@ -54,6 +59,17 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["serve", "--config", "no.toml"], "--config must name a TOML file, but got 'no.toml'", "--config or SLIPSTREAM_CONFIG"),
         (["run", "m", "hi", "--temperature", "warm"], "--temperature must be a number, but got 'warm'", None),
         (["bench", "serve", "--num-prompts", "0"], "--num-prompts must be an integer of at least 1, but got '0'", BENCH_HELP),
+        (
+            ["bench", "latency", "--num-prompts", "3"],
+            "an argument must be one that slipstream bench latency knows, but got '--num-prompts'",
+            "--num-prompts belongs to slipstream bench throughput and slipstream bench serve",
+        ),
+        (
+            ["bench", "serve", "--lag=0"],
+            "an argument must be one that slipstream bench serve knows, but got '--lag=0'",
+            "--lag belongs to slipstream bench latency and slipstream bench throughput",
+        ),
+        (["bench", "latency", "--batch-sise", "3"], "an argument must be one that", "did you mean --batch-size?"),
         (["bench", "serve", "--request-rate", "nan"], "--request-rate must be a number above 0, but got 'nan'", BENCH_HELP),
     ],
 )

@@ -87,10 +87,22 @@ def test_settings_reach_the_engine_from_flags_and_variables(install: Install, mo
     assert engine.config == EngineConfig(model="other", page_size=4)
 
 
-def test_a_bad_sampling_parameter_exits_2(install: Install, capsys: pytest.CaptureFixture[str]) -> None:
-    install()
-    assert main(["run", "m", "a", "--top-p", "nan"]) == 2
-    assert capsys.readouterr().err.startswith("error: top_p must be ")
+@pytest.mark.parametrize("command", [["run", "m", "a"], ["chat", "m"]])
+@pytest.mark.parametrize(
+    ("flags", "name"),
+    [
+        (["--top-p", "nan"], "top_p"),
+        (["--temperature", "-1"], "temperature"),
+        (["--min-tokens", "3", "--max-tokens", "2"], "min_"),
+    ],
+)
+def test_a_bad_sampling_parameter_exits_2_before_anything_is_loaded(
+    command: list[str], flags: list[str], name: str, install: Install, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine = install()
+    assert main([*command, *flags]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {name}")
+    assert engine.config is None
 
 
 def test_ctrl_c_ends_run_with_130_and_aborts_the_request(install: Install) -> None:
@@ -143,7 +155,7 @@ def test_an_unknown_command_is_explained_not_sent(
     type_in(monkeypatch, "/help\n/etc/hosts is what?\n")
     assert main(["chat", "m"]) == 0
     assert prompts(engine) == ["u:/etc/hosts is what?;"]
-    assert "/reset forgets" in capsys.readouterr().err
+    assert "/reset   forget the conversation" in capsys.readouterr().err
 
 
 def test_chat_needs_a_template(install: Install, capsys: pytest.CaptureFixture[str]) -> None:

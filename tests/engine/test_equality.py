@@ -17,7 +17,7 @@ from slipstream.speculate.off import Off
 from slipstream.testing import drafters as d
 from slipstream.testing.hash_lm import HashLM
 from slipstream.testing.relaying import relaying
-from slipstream.testing.tiny import tiny_model
+from slipstream.testing.tiny import FAMILIES, tiny_model
 from slipstream.types import SamplingParams
 from tests.engine.harness import EOS, Answer, DrafterFactory, Job, assert_equal, reference, run
 
@@ -131,6 +131,14 @@ def test_a_real_model_in_float64(family: str, name: str, lag: int, page_size: in
     assert model.dtype == torch.float64
     jobs, wanted = wanted_of(family)
     got = run(model, jobs, lag=lag, page_size=page_size, chunk=32, drafters={name: DRAFTERS[name]})
+    assert_equal(got, wanted, (family, name, lag, page_size))
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in ("llama", "qwen2")])
+@pytest.mark.parametrize("lag, page_size, name", [(0, 1, "rand_tree"), (1, 16, "self_tree"), (1, 1, "partial")])
+def test_windows_norms_and_layers_without_rope_in_float64(family: str, lag: int, page_size: int, name: str) -> None:
+    jobs, wanted = wanted_of(family)
+    got = run(tiny_model(family), jobs, lag=lag, page_size=page_size, chunk=32, drafters={name: DRAFTERS[name]})
     assert_equal(got, wanted, (family, name, lag, page_size))
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from slipstream.errors import ModelError
 from slipstream.weights import load
 from tests.paged import PagedSequence, logits_in_chunks
 from tests.tiny_checkpoints import FAMILIES, VOCAB, edit_json, reference_logits, save, tiny
@@ -37,8 +38,9 @@ def test_each_family(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("chunks", [(40,), (1,) * 5, (39, 1), ()])
-def test_chunked_as_whole(chunks: tuple[int, ...], tmp_path: Path) -> None:
-    model = tiny("llama", dtype=torch.float64)
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_chunked_as_whole(family: str, chunks: tuple[int, ...], tmp_path: Path) -> None:
+    model = tiny(family, dtype=torch.float64)
     compare(model, save(model, tmp_path), chunks=chunks)
 
 
@@ -63,49 +65,158 @@ def test_llama_biases(bias: dict[str, bool], tmp_path: Path) -> None:
     compare(model, save(model, tmp_path))
 
 
-ROPES: dict[str, dict[str, Any]] = {
-    "theta": {"rope_type": "default", "rope_theta": 500.0},
-    "linear": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0},
-    "llama3": {
-        "rope_type": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 16,
-        "rope_theta": 100.0,
-    },
-    "llama3 without the original length": {
-        "rope_type": "llama3",
-        "factor": 4.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "rope_theta": 100.0,
-    },
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 100.0}
+# name -> (scaling, max_position_embeddings, the limit that follows).
+ROPES: dict[str, tuple[dict[str, Any], int, int]] = {
+    "theta": ({"rope_type": "default", "rope_theta": 500.0}, 32, 32),
+    "linear": ({"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}, 32, 128),
+    "llama3": ({**LLAMA3, "original_max_position_embeddings": 16}, 128, 128),
+    "llama3 without the original length": (LLAMA3, 128, 128),
+    "yarn": ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 100.0}, 128, 128),
+    "yarn without the original length": ({"rope_type": "yarn", "factor": 4.0, "rope_theta": 100.0}, 32, 128),
+    "yarn with everything": (
+        {
+            "rope_type": "yarn",
+            "factor": 8.0,
+            "original_max_position_embeddings": 64,
+            "rope_theta": 1000.0,
+            "beta_fast": 8.0,
+            "beta_slow": 2.0,
+            "mscale": 0.7,
+            "mscale_all_dim": 1.3,
+            "truncate": False,
+        },
+        512,
+        512,
+    ),
+    "yarn with its attention factor": (
+        {"rope_type": "yarn", "factor": 4.0, "rope_theta": 100.0, "attention_factor": 0.8},
+        32,
+        128,
+    ),
 }
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("rope", ROPES)
 def test_rope_beyond_the_original_length(rope: str, family: str, tmp_path: Path) -> None:
-    positions = 128 if rope == "llama3" else 32
-    model = tiny(family, dtype=torch.float64, max_position_embeddings=positions, rope_parameters=dict(ROPES[rope]))
+    scaling, positions, limit = ROPES[rope]
+    model = tiny(family, dtype=torch.float64, max_position_embeddings=positions, rope_parameters=dict(scaling))
     folder = save(model, tmp_path)
     ours = load(str(folder), dtype="float64").model
-    assert ours.context_len == (128 if rope in ("linear", "llama3") else 32)
+    assert ours.context_len == limit
     compare(model, folder, count=100, chunks=(60, 20))
 
 
 @pytest.mark.parametrize("kind_key", ["type", "rope_type"])
-@pytest.mark.parametrize("rope", ["linear", "llama3"])
+@pytest.mark.parametrize("rope", [name for name in ROPES if name != "theta"])
 def test_the_old_spelling_of_rope_scaling(rope: str, kind_key: str, tmp_path: Path) -> None:
-    model = tiny("llama", dtype=torch.float64, max_position_embeddings=32, rope_parameters=dict(ROPES[rope]))
+    given, positions, limit = ROPES[rope]
+    model = tiny("llama", dtype=torch.float64, max_position_embeddings=positions, rope_parameters=dict(given))
     folder = save(model, tmp_path)
-    scaling = {**ROPES[rope], kind_key: rope}
+    scaling = {**given, kind_key: given["rope_type"]}
     theta = scaling.pop("rope_theta")
     if kind_key == "type":
         del scaling["rope_type"]
     edit_json(folder / "config.json", rope_parameters=None, rope_theta=theta, rope_scaling=scaling)
+    assert load(str(folder)).context_len == limit
     compare(model, folder, count=60)
+
+
+DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 100.0}
+
+
+@pytest.mark.parametrize(("original", "kind_key"), [(None, "type"), (8, "rope_type")])
+def test_dynamic_scaling_is_what_a_cache_filled_token_by_token_holds(original: int | None, kind_key: str, tmp_path: Path) -> None:
+    """Within the original length, however fed, and beyond it as `transformers` generates; chunks do not change it."""
+    model = tiny("llama", dtype=torch.float64, max_position_embeddings=32, rope_parameters=dict(DYNAMIC))
+    folder, ids = save(model, tmp_path), tokens(100)
+    scaling = {kind_key: "dynamic", "factor": 4.0, **({"original_max_position_embeddings": original} if original else {})}
+    edit_json(folder / "config.json", rope_parameters=None, rope_theta=100.0, rope_scaling=scaling)
+    reference_logits(model, ids[:1])  # exact norms from here on
+    past, wanted = None, []
+    with torch.no_grad():
+        for piece in ids.split([20, *[1] * 80]):
+            out = model(piece[None], cache=past, use_cache=True)
+            past = out.past_key_values
+            wanted.append(out.logits[0])
+    ours = load(str(folder), dtype="float64").model
+    assert ours.context_len == 128
+    whole = logits_in_chunks(ours, ids, (60, 20))
+    torch.testing.assert_close(whole, torch.cat(wanted), rtol=0, atol=1e-5)  # its base goes through float32 on another way
+    torch.testing.assert_close(whole, logits_in_chunks(ours, ids, ()), rtol=0, atol=1e-9)
+    static = {"rope_type": "default", "rope_theta": 100.0}
+    edit_json(folder / "config.json", rope_scaling=None, rope_parameters=static, max_position_embeddings=128)
+    other = logits_in_chunks(load(str(folder), dtype="float64").model, ids, (60, 20))
+    assert (whole[:32] - other[:32]).abs().max() < 1e-9 < 1e-2 < (whole[32:] - other[32:]).abs().max()
+
+
+def test_partly_rotated_heads(tmp_path: Path) -> None:
+    rope = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}
+    model = tiny("phi3", dtype=torch.float64, rope_parameters=rope)
+    compare(model, save(model, tmp_path))
+
+
+def test_partly_rotated_heads_are_refused_where_the_reference_does_not_have_them(tmp_path: Path) -> None:
+    folder = save(tiny("llama"), tmp_path)
+    edit_json(folder / "config.json", partial_rotary_factor=0.5)
+    with pytest.raises(ModelError, match="partial_rotary_factor must be 1 for llama"):
+        load(str(folder))
+
+
+def test_longrope_within_the_original_length(tmp_path: Path) -> None:
+    rope = {"rope_type": "longrope", "rope_theta": 100.0, "short_factor": [1.0, 1.5, 2.0, 3.0], "long_factor": [4.0] * 4}
+    model = tiny("phi3", dtype=torch.float64, rope_parameters=rope, original_max_position_embeddings=64)
+    folder = save(model, tmp_path)
+    with pytest.raises(ModelError, match="the context must be at most 64 with longrope, but got 256") as caught:
+        load(str(folder))
+    assert "--max-model-len 64" in str(caught.value)
+    ours = load(str(folder), dtype="float64", max_context=64).model
+    torch.testing.assert_close(logits_in_chunks(ours, tokens(60), (30,)), reference_logits(model, tokens(60)), rtol=0, atol=1e-9)
+
+
+def test_phi3_by_another_name_of_longrope_is_refused(tmp_path: Path) -> None:
+    folder = save(tiny("phi3"), tmp_path)
+    edit_json(folder / "config.json", rope_parameters={"rope_type": "yarn", "factor": 2.0, "rope_theta": 100.0})
+    with pytest.raises(ModelError, match="rope scaling of phi3 must be longrope"):
+        load(str(folder))
+
+
+def test_gemma3_scales_its_global_layers_alone(tmp_path: Path) -> None:
+    ropes = {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 10000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+    }
+    model = tiny("gemma3_text", dtype=torch.float64, rope_parameters=ropes)
+    folder = save(model, tmp_path)
+    assert load(str(folder)).context_len == 256, "its max_position_embeddings is the stretched length"
+    compare(model, folder)
+    edit_json(
+        folder / "config.json",
+        rope_parameters=None,
+        rope_theta=10000.0,
+        rope_local_base_freq=500.0,
+        rope_scaling={"rope_type": "linear", "factor": 8.0},
+    )
+    compare(model, folder)
+
+
+def test_smollm3_lists_the_layers_that_turn(tmp_path: Path) -> None:
+    model = tiny("smollm3", dtype=torch.float64, no_rope_layers=[0, 1, 0])
+    compare(model, save(model, tmp_path))
+
+
+@pytest.mark.parametrize("activation", ["gelu", "gelu_pytorch_tanh", "swish"])
+def test_activations(activation: str, tmp_path: Path) -> None:
+    model = tiny("llama", hidden_act=activation)
+    compare(model, save(model, tmp_path))
+
+
+def test_an_unknown_activation_is_refused(tmp_path: Path) -> None:
+    folder = save(tiny("llama"), tmp_path)
+    edit_json(folder / "config.json", hidden_act="relu")
+    with pytest.raises(ModelError, match="hidden_act must be one of silu"):
+        load(str(folder))
 
 
 # L01: tied embeddings in four spellings.
@@ -158,14 +269,17 @@ def test_taps_are_the_residuals_entering_the_layers(tmp_path: Path) -> None:
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-9)
 
 
-def test_half_types_are_near(tmp_path: Path) -> None:
-    model = tiny("llama")
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3"])
+def test_half_types_are_near(family: str, tmp_path: Path) -> None:
+    model = tiny(family)
     folder, ids = save(model, tmp_path), tokens(30)
     expected = reference_logits(model, ids)
     for dtype, tolerance in (("bfloat16", 0.2), ("float16", 0.03)):
         loaded = load(str(folder), dtype=dtype)
         got = logits_in_chunks(loaded.model, ids, (12, 8)).float()
         assert loaded.dtype == getattr(torch, dtype) == loaded.model.dtype
+        if family == "gemma3_text":  # the scale of its embeddings is rounded with them: sqrt(48) is 6.94 in bfloat16
+            tolerance *= 3
         assert (got - expected).abs().max() < tolerance
 
 

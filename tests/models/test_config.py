@@ -95,6 +95,11 @@ def test_a_key_that_says_no_is_no_reason_to_refuse(keys: dict[str, Any]) -> None
         ({"kind": "linear", "factor": 2.5}, 320),
         ({"kind": "llama3", "factor": 8.0, "original_max_position_embeddings": 16}, 128),
         ({"kind": "llama3", "factor": 8.0}, 128),
+        ({"kind": "dynamic", "factor": 4.0}, 512),
+        ({"kind": "dynamic", "factor": 4.0, "original_max_position_embeddings": 64}, 512),
+        ({"kind": "yarn", "factor": 4.0}, 512),
+        ({"kind": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}, 256),
+        ({"kind": "yarn", "original_max_position_embeddings": 64}, 128),
         ({"kind": "default"}, 128),
     ],
 )
@@ -109,16 +114,17 @@ def test_rope_scaling_in_every_spelling(outer: str, inner: str, scaling: dict[st
 
 
 @pytest.mark.parametrize("key", ["type", "rope_type"])
-@pytest.mark.parametrize("kind", ["dynamic", "yarn", "longrope", "nonsense"])
+@pytest.mark.parametrize("kind", ["proportional", "su", "nonsense"])
 def test_an_unknown_kind_of_rope_is_refused_by_name(key: str, kind: str) -> None:
     with pytest.raises(ModelError, match=kind):
         parse(rope_scaling={key: kind, "factor": 2.0})
 
 
-@pytest.mark.parametrize("factor", [0.5, 0, -1, float("nan"), "4", None, True])
-def test_a_factor_below_1_is_refused(factor: object) -> None:
+@pytest.mark.parametrize("kind", ["linear", "dynamic", "yarn", "llama3"])
+@pytest.mark.parametrize("factor", [0.5, 0, -1, float("nan"), 1e308, "4", None, True])
+def test_a_factor_below_1_is_refused(factor: object, kind: str) -> None:
     with pytest.raises(ModelError, match="factor"):
-        parse(rope_scaling={"rope_type": "linear", "factor": factor})
+        parse(rope_scaling={"rope_type": kind, "factor": factor})
 
 
 def test_llama3_bands_must_be_in_order() -> None:
@@ -126,9 +132,35 @@ def test_llama3_bands_must_be_in_order() -> None:
         parse(rope_scaling={"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 4.0, "high_freq_factor": 4.0})
 
 
-def test_partly_rotated_heads_are_refused() -> None:
+@pytest.mark.parametrize("share", [0, -0.5, 1.5, "half"])
+def test_a_share_of_the_head_that_is_none_is_refused(share: object) -> None:
     with pytest.raises(ModelError, match="partial_rotary_factor"):
-        parse(partial_rotary_factor=0.5)
+        parse(partial_rotary_factor=share)
+
+
+def test_the_original_length_beside_the_scaling_wins() -> None:
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    assert parse(rope_scaling=scaling, original_max_position_embeddings=32).context_len == 128
+
+
+def test_a_rope_for_each_kind_of_layer() -> None:
+    kinds = {"full_attention": {"rope_theta": 5.0}, "sliding_attention": {"rope_theta": 3.0, "rope_type": "linear", "factor": 2}}
+    config = parse(rope_parameters=kinds)
+    assert (config.rope.theta, config.rope.kind, config.context_len) == (5.0, "default", 128)
+    assert config.local_rope is not None and (config.local_rope.theta, config.local_rope.kind) == (3.0, "linear")
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"rope_theta": 1.0}, {"beta_fast": -1.0}, {"beta_slow": "1"}, {"truncate": 1}, {"mscale": -2.0}]
+)
+def test_yarn_settings_that_mean_nothing(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ModelError, match=next(iter(wrong))):
+        parse(rope_scaling={"rope_type": "yarn", "factor": 2.0, "mscale_all_dim": 1.0, **wrong})
+
+
+def test_longrope_needs_its_short_factors() -> None:
+    with pytest.raises(ModelError, match="short_factor"):
+        parse(rope_scaling={"rope_type": "longrope", "factor": 2.0})
 
 
 @pytest.mark.parametrize(
@@ -153,13 +185,13 @@ def test_eos_ids(value: object, ids: tuple[int, ...]) -> None:
 
 
 def test_every_model_file_is_found() -> None:
-    assert set(known_types()) >= {"llama", "mistral", "qwen2"}
+    assert set(known_types()) >= {"gemma3_text", "llama", "mistral", "phi3", "qwen2", "qwen3", "smollm3"}
     for name in known_types():
         find_type(name, "config.json")
 
 
 @pytest.mark.parametrize("name", ["gpt2", "base", "registry", "config", "../llama", ""])
 def test_an_unknown_architecture_is_named_and_the_known_ones_listed(name: str) -> None:
-    with pytest.raises(ModelError, match=r"llama, mistral, qwen2") as caught:
+    with pytest.raises(ModelError, match="llama, mistral, phi3, qwen2") as caught:
         find_type(name, "config.json")
     assert repr(name) in str(caught.value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -266,11 +267,23 @@ def test_request_ids(server: LiveServer) -> None:
 
 
 def test_docs(server: LiveServer) -> None:
-    assert server.http.get("/docs").status_code == 200
+    page = server.http.get("/docs")
+    assert page.status_code == 200 and page.headers["content-type"].startswith("text/html")
     paths = server.http.get("/openapi.json").json()["paths"]
     assert {"/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/ready", "/metrics"} <= set(paths)
     body = paths["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
     assert {"prompt", "temperature", "stop", "stream"} <= set(body["properties"])
+    for path in paths:
+        assert path in page.text
+    for field in (*body["properties"], "messages"):
+        assert f"<code>{field}</code>" in page.text
+
+
+def test_docs_need_no_internet(server: LiveServer) -> None:
+    page = server.http.get("/docs")
+    assert not re.search(r"<(script|link|img|iframe)|url\(|@import", page.text)
+    assert re.findall(r"(?:src|href)=\S+?>", page.text) == ['href="/openapi.json">']
+    assert page.headers["content-security-policy"].startswith("default-src 'none'")
 
 
 def test_metrics(server: LiveServer) -> None:
@@ -287,5 +300,5 @@ def test_metrics(server: LiveServer) -> None:
     assert server.gauge("engine_output_tokens_total") == before["engine_output_tokens_total"] + 12
     assert server.gauge('request_success_total{finished_reason="stop"}') == stops + 2
     assert server.gauge("time_to_first_token_seconds_count") == firsts + 2
-    assert server.gauge("inter_token_latency_seconds_count") == gaps + 2 * (6 - 2)
+    assert server.gauge("inter_token_latency_seconds_count") == gaps + 2 * 2  # three outputs of two tokens
     assert server.gauge("kv_cache_usage_perc") == 0

@@ -153,7 +153,7 @@ def test_later_answers_wait_for_the_logprobs_of_the_prompt() -> None:
             return news.pop(0)
 
     async def read() -> list[list[tuple[int, str]]]:
-        answers = Answers([prepared], Stream(["r#0", "r#1"], lambda ids: None), info, Metrics(), 0.0)
+        answers = Answers([prepared], Stream(["r#0", "r#1"], lambda ids: None), info, Metrics("m"), 0.0)
         await answers.first()
         assert answers.prompts[0].prompt_logprobs == [None, *scored], "a response must not begin before its prompt is known"
         return [[(delta.index, delta.text) for delta in deltas] async for deltas in answers]

@@ -44,9 +44,9 @@ def busy(server: LiveServer, running: int, waiting: int = 0) -> None:
 
 
 def aborts(server: LiveServer) -> float:
-    text = server.http.get("/metrics").text
-    name = 'slipstream:request_failure_total{reason="abort"}'
-    return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(name))
+    text, name = server.http.get("/metrics").text, "slipstream:request_failure_total{"
+    lines = [line for line in text.splitlines() if line.startswith(name) and 'reason="abort"' in line]
+    return sum(float(line.split()[-1]) for line in lines)
 
 
 @pytest.fixture(autouse=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import socket
+import time
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,10 @@ def test_while_loading(tmp_path: Path) -> None:
     with LiveServer(wait=False, model=f"fake-gate:{gate}") as server:
         server.until(lambda: server.http.get("/ready").json().get("phase") == "weights", "loading weights")
         ready = server.http.get("/ready")
-        assert ready.status_code == 503 and ready.json() == {"status": "loading", "phase": "weights", "percent": 25.0}
+        assert ready.status_code == 503
+        body = ready.json()
+        assert 0 < body.pop("elapsed_s") < DEADLINE_S
+        assert body == {"status": "loading", "phase": "weights", "percent": 25.0}
         assert server.http.get("/health").status_code == 200
         refused = server.complete()
         assert (
@@ -25,7 +29,13 @@ def test_while_loading(tmp_path: Path) -> None:
         )
         assert server.http.get("/v1/models").status_code == 503
         assert server.http.get("/metrics").status_code == 200
+        assert "server is at weights, 25%" in refused.json()["error"]["message"]
+        time.sleep(0.1)
         gate.touch()
+        said = server.wait_for_line(r"start-up phase=weights seconds=(\d+\.\d+)")
+        ready_in = server.wait_for_line(r"ready in (\d+\.\d) s \(.*starting engine \d+\.\d s, weights (\d+\.\d) s\)")
+        assert float(said.group(1)) > 0.1 and abs(float(said.group(1)) - float(ready_in.group(2))) <= 0.06
+        assert float(ready_in.group(1)) >= float(ready_in.group(2))
         server.wait_for_line("listening on")
         assert server.http.get("/ready").status_code == 200 and server.is_alive()
 
@@ -66,7 +76,7 @@ def test_sigterm_drains() -> None:
         call = {"model": "fake", "prompt": "say(to the end) [delay=0.1]", "stream": True}
         with server.http.stream("POST", "/v1/completions", json=call) as stream:
             server.signal(signal.SIGTERM)
-            server.wait_for_line("draining: 1 calls")
+            server.wait_for_line("draining: 1 call to finish")
             assert server.http.get("/ready").status_code == 503 and server.http.get("/health").status_code == 200
             refused = server.complete()
             assert refused.status_code == 503 and "draining" in refused.json()["error"]["message"]

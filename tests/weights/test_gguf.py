@@ -30,7 +30,7 @@ def model(family: str = "llama", **overrides: Any) -> Any:
 
 
 def assert_equal_to(reference: Any, path: Path) -> None:
-    ours = load(str(path), dtype="float32").model
+    ours = load(str(path), dtype=str(reference.dtype).removeprefix("torch.")).model
     torch.testing.assert_close(logits_in_chunks(ours, TOKENS, (4,)), reference_logits(reference, TOKENS), rtol=0, atol=1e-4)
 
 
@@ -43,6 +43,68 @@ def test_each_stored_type(kind: Kind, tmp_path: Path) -> None:
 def test_qwen2_with_its_biases(tmp_path: Path) -> None:
     reference = model("qwen2")
     assert_equal_to(reference, write(reference, tmp_path / "m.gguf", architecture="qwen2", kind=Kind.Q8_0))
+
+
+@pytest.mark.parametrize("kind", [Kind.F32, Kind.F16, Kind.BF16, Kind.Q8_0])
+def test_qwen3_with_its_head_norms(kind: Kind, tmp_path: Path) -> None:
+    reference = model("qwen3", head_dim=24, tie_word_embeddings=True)
+    metadata = {"qwen3.attention.key_length": 24, "qwen3.attention.value_length": 24}
+    assert_equal_to(reference, write(reference, tmp_path / "m.gguf", architecture="qwen3", kind=kind, metadata=metadata))
+
+
+@pytest.mark.parametrize("layers", [4, 62])
+def test_gemma3_with_its_shifted_norms(layers: int, tmp_path: Path) -> None:
+    """Base 10,000 in windowed layers and the scale of the scores are not in the file; that of 62 layers goes by the width."""
+    ropes = {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    scale = {"query_pre_attn_scalar": 32, "head_dim": 32} if layers == 4 else {"query_pre_attn_scalar": 16, "head_dim": 32}
+    shape = {"num_hidden_layers": layers, "sliding_window": 4, "sliding_window_pattern": 6, "final_logit_softcapping": 5.0}
+    reference = model("gemma3_text", rope_parameters=ropes, tie_word_embeddings=True, **shape, **scale)
+    metadata = {
+        "attention.key_length": 32,
+        "attention.value_length": 32,
+        "attention.sliding_window": 4,
+        "rope.scaling.type": "linear",
+        "rope.scaling.factor": 8.0,
+        "final_logit_softcapping": 5.0,
+    }
+    named = {f"gemma3.{key}": value for key, value in metadata.items()}
+    path = write(reference, tmp_path / "m.gguf", architecture="gemma3", metadata=named)
+    assert_equal_to(reference.double(), path)  # 62 layers add up float32's rounding
+    assert load_text(str(path)).context_len == 256
+
+
+def test_smollm3_with_interleaved_heads(tmp_path: Path) -> None:
+    reference = model("smollm3", no_rope_layer_interval=4, num_hidden_layers=5)
+    assert_equal_to(reference, write(reference, tmp_path / "m.gguf", architecture="smollm3"))
+
+
+def test_phi3_with_fused_tensors_and_partly_turning_heads(tmp_path: Path) -> None:
+    rope = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}
+    reference = model("phi3", rope_parameters=rope, sliding_window=4)
+    metadata = {"phi3.attention.sliding_window": 4, "phi3.rope.dimension_count": 8}
+    assert_equal_to(reference, write(reference, tmp_path / "m.gguf", architecture="phi3", metadata=metadata))
+
+
+def test_yarn(tmp_path: Path) -> None:
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 100.0}
+    reference = model("qwen2", rope_parameters=rope)
+    metadata = {
+        "qwen2.rope.scaling.type": "yarn",
+        "qwen2.rope.scaling.factor": 4.0,
+        "qwen2.rope.scaling.original_context_length": 64,
+    }
+    path = write(reference, tmp_path / "m.gguf", architecture="qwen2", metadata=metadata)
+    assert_equal_to(reference, path)
+    assert load_text(str(path)).context_len == 256
+
+
+def test_mixed_types(tmp_path: Path) -> None:
+    reference = model("qwen2", tie_word_embeddings=True)
+    kinds = {"ffn_up": Kind.Q8_0, "attn_v": Kind.BF16, "token_embd": Kind.F16}
+    assert_equal_to(reference, write(reference, tmp_path / "m.gguf", architecture="qwen2", kinds=kinds))
 
 
 def test_llama_with_biases(tmp_path: Path) -> None:
@@ -145,7 +207,8 @@ def test_a_tensor_too_many(tmp_path: Path) -> None:
         ({"llama.expert_count": 8}, "mixture-of-experts"),
         ({"general.type": "adapter"}, "LoRA"),
         ({"split.count": 3}, "3 parts"),
-        ({"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0}, "yarn"),
+        ({"llama.rope.scaling.type": "su", "llama.rope.scaling.factor": 4.0}, "su"),
+        ({"llama.rope.scaling.attn_factor": 1.5}, "attn_factor"),
         ({"llama.embedding_length": None}, "hidden_size"),
         ({"tokenizer.ggml.tokens": None}, "tokenizer.ggml.tokens"),
         ({"tokenizer.ggml.merges": None}, "tokenizer.ggml.merges"),
@@ -161,7 +224,7 @@ def test_metadata_that_is_refused(metadata: dict[str, Any], named: str, tmp_path
 
 
 def test_an_unknown_architecture(tmp_path: Path) -> None:
-    refused(write(model(), tmp_path / "m.gguf", architecture="mamba"), "mamba", "llama, mistral, qwen2")
+    refused(write(model(), tmp_path / "m.gguf", architecture="mamba"), "mamba", "llama, mistral, phi3, qwen2")
 
 
 def test_wrong_magic(tmp_path: Path) -> None:

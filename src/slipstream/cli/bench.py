@@ -21,21 +21,33 @@ if TYPE_CHECKING:
     from slipstream.cli.local import LocalModel
     from slipstream.config import EngineConfig
 
+EXAMPLE = "slipstream bench throughput smollm2-135m --num-prompts 64"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     kinds = parser.add_subparsers(dest="kind", metavar="KIND", required=True)
-    latency = kinds.add_parser("latency", description="How long a batch of equal requests takes, one batch at a time.")
+    latency = kinds.add_parser(
+        "latency",
+        description="How long a batch of equal requests takes, one batch at a time.",
+        epilog=_example("latency MODEL --batch-size 4"),
+    )
     latency.add_argument("--batch-size", type=_count, default=8, metavar="N", help="requests of a batch (default: 8)")
     latency.add_argument("--num-iters", type=_count, default=10, metavar="N", help="batches that are measured (default: 10)")
-    throughput = kinds.add_parser("throughput", description="Many requests at once: tokens a second.")
+    throughput = kinds.add_parser(
+        "throughput", description="Many requests at once: tokens a second.", epilog=_example("throughput MODEL --num-prompts 64")
+    )
     throughput.add_argument("--num-prompts", type=_count, default=64, metavar="N", help="requests (default: 64)")
     for kind in (latency, throughput):
         kind.add_argument("name", nargs="?", metavar="MODEL", help="alias, hub id, folder or .gguf file")
         kind.add_argument("--input-len", type=_count, default=128, metavar="N", help="random prompt tokens (default: 128)")
         kind.add_argument("--output-len", type=_count, default=64, metavar="N", help="tokens to generate (default: 64)")
         add_config_flags(kind, ENGINE_GROUPS)
-    serve = kinds.add_parser("serve", description="Send requests to a server that speaks OpenAI's API, and time their streams.")
+    serve = kinds.add_parser(
+        "serve",
+        description="Send requests to a server that speaks OpenAI's API, and time their streams.",
+        epilog=_example("serve --base-url http://127.0.0.1:8000 --concurrency 8"),
+    )
     serve.add_argument("--base-url", default="http://127.0.0.1:8000", metavar="URL", help="(default: http://127.0.0.1:8000)")
     serve.add_argument("--served-model", metavar="NAME", help="model to ask for; by default the server's first")
     serve.add_argument("--bearer", metavar="KEY", help="API key of the server [OPENAI_API_KEY]")
@@ -145,6 +157,10 @@ def _serve(args: argparse.Namespace) -> dict[str, Any]:
     result = summary(measured.timelines, measured.wall_s) | {"num_failed": len(measured.errors)}
     setup = {"model": measured.model, "endpoint": load.endpoint, "concurrency": load.concurrency, "num_prompts": len(prompts)}
     return {"setup": {**setup, "max_tokens": load.max_tokens, "seed": load.seed}, "result": result}
+
+
+def _example(text: str) -> str:
+    return f"example:\n  slipstream bench {text}"
 
 
 def _count(text: str) -> int:

@@ -6,12 +6,14 @@ Values stay text here: `EngineConfig` and `SamplingParams` check them, with one 
 from __future__ import annotations
 
 import argparse
+import difflib
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from slipstream.config import GROUPS, EngineConfig, env_name, field_group, flag_name
 from slipstream.errors import ConfigError
+from slipstream.types import SamplingParams
 
 ENGINE_GROUPS = tuple(group for group in GROUPS if group not in ("Server", "Logging"))
 
@@ -52,9 +54,13 @@ def config_from(args: argparse.Namespace, **given: Any) -> EngineConfig:
     """The configuration that flags, variables and file make together; `given` counts as flags where it is not None."""
     from slipstream.config_sources import load_config
 
+    return load_config(given_settings(args, **given), args.config)
+
+
+def given_settings(args: argparse.Namespace, **given: Any) -> dict[str, Any]:
+    """The settings that flags gave; `given` counts as flags where it is not None."""
     flags = {name: value for name, value in vars(args).items() if name in EngineConfig.model_fields}
-    flags |= {name: value for name, value in given.items() if value is not None}
-    return load_config(flags, args.config)
+    return flags | {name: value for name, value in given.items() if value is not None}
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
@@ -72,10 +78,41 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def sampling_fields(args: argparse.Namespace) -> dict[str, Any]:
-    """The sampling parameters that were given, by SamplingParams' names, as numbers."""
+    """The sampling parameters that were given, by SamplingParams' names, checked as far as that goes without a model.
+
+    Raises `ConfigError` for what is no number and `InvalidParameter` for one that cannot hold.
+    """
     given = vars(args)
-    fields = {name: _number(name, given[name], kind) for name, kind, _ in SAMPLING_FLAGS if name in given}
-    return fields | ({"stop": given["stop"]} if "stop" in given else {})
+    fields = {name: _number(flag_name(name), given[name], kind) for name, kind, _ in SAMPLING_FLAGS if name in given}
+    return checked(fields | ({"stop": given["stop"]} if "stop" in given else {}))
+
+
+def sampling_field(name: str, text: str) -> Any:
+    """The value of one sampling parameter, typed as `text`. Raises `ConfigError`."""
+    kind = known_sampling(name)
+    if kind is list:
+        return [text]
+    if kind is bool:
+        if text not in ("on", "off"):
+            raise ConfigError(f"{name} must be on or off, but got {text!r}")
+        return text == "on"
+    return _number(name, text, kind)
+
+
+def known_sampling(name: str) -> type:
+    """What a sampling parameter takes: int, float, bool or list. Raises `ConfigError` for a name that is none."""
+    kinds: dict[str, type] = {known: kind for known, kind, _ in SAMPLING_FLAGS} | {"stop": list}
+    if name not in kinds:
+        near = difflib.get_close_matches(name, kinds, n=1)
+        hint = f"did you mean {near[0]}?" if near else None
+        raise ConfigError(f"a sampling parameter must be one of {', '.join(kinds)}, but got {name!r}", hint=hint)
+    return kinds[name]
+
+
+def checked(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Sampling fields as they are, if `SamplingParams` takes them. Before a model is loaded: a typo should not cost a minute."""
+    SamplingParams.from_json_fields(fields, {"max_tokens": None})
+    return dict(fields)
 
 
 def _number(name: str, value: Any, kind: type) -> Any:
@@ -85,7 +122,7 @@ def _number(name: str, value: Any, kind: type) -> Any:
         return kind(value)
     except ValueError:
         noun = "an integer" if kind is int else "a number"
-        raise ConfigError(f"{flag_name(name)} must be {noun}, but got {value!r}") from None
+        raise ConfigError(f"{name} must be {noun}, but got {value!r}") from None
 
 
 def _flag(name: str, annotation: Any, default: Any, description: str | None) -> dict[str, Any]:

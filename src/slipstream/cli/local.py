@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 from slipstream.cli.progress import progress
+from slipstream.cli.tally import Tally
 from slipstream.frontend.assemble import Assembler
 from slipstream.frontend.model_info import ModelInfo, model_info
 from slipstream.frontend.prepare import Frontend
@@ -47,15 +48,22 @@ class LocalModel:
         """The prompt of a conversation."""
         return self.frontend.chat_prompt(messages)
 
-    def stream(self, prompt: str | Sequence[int], params: SamplingParams) -> Iterator[str]:
-        """Answer a prompt, text as it becomes certain.
+    def reply(self, messages: Sequence[Mapping[str, str]], fields: Mapping[str, Any], tally: Tally) -> Iterator[str]:
+        """The reply to a conversation, see `stream`."""
+        return self.stream(self.chat_prompt(messages), self.sampling_params(fields), tally)
+
+    def stream(self, prompt: str | Sequence[int], params: SamplingParams, tally: Tally | None = None) -> Iterator[str]:
+        """Answer a prompt, text as it becomes certain; `tally` is told what it takes.
 
         Ctrl-C stops the answer at the next step, as `KeyboardInterrupt`, and leaves the model usable. Raises `InvalidRequest`
         before anything runs, and what the engine answers with.
         """
         self._num_prompts += 1
         prepared = self.frontend.prepare(f"cli-{self._num_prompts}", prompt, params)
-        return self._stream(Assembler(prepared, self.frontend.info), prepared.requests)
+        tally = tally or Tally()
+        tally.num_prompt_tokens, tally.num_cached_tokens = len(prepared.prompt_token_ids), 0
+        tally.num_tokens = tally.num_steps = 0
+        return self._stream(Assembler(prepared, self.frontend.info), prepared.requests, tally)
 
     def close(self) -> None:
         """Stop the engine."""
@@ -67,14 +75,16 @@ class LocalModel:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _stream(self, assembler: Assembler, requests: Sequence[EngineRequest]) -> Iterator[str]:
+    def _stream(self, assembler: Assembler, requests: Sequence[EngineRequest], tally: Tally) -> Iterator[str]:
         try:
             with deferred_interrupts() as interrupted:
                 for request in requests:
                     self.engine.add(request)
                 while not assembler.is_finished:
                     for output in self.engine.step():
-                        yield assembler.push(output).text
+                        delta = assembler.push(output)
+                        _count(tally, assembler, bool(delta.token_ids))
+                        yield delta.text
                     if interrupted.is_set():
                         raise KeyboardInterrupt
         finally:
@@ -82,3 +92,10 @@ class LocalModel:
                 self.engine.abort(request.request_id)
             while self.engine.has_work:
                 self.engine.step()
+
+
+def _count(tally: Tally, assembler: Assembler, has_tokens: bool) -> None:
+    tally.num_cached_tokens, tally.num_tokens = assembler.num_cached_tokens, assembler.num_output_tokens
+    if has_tokens:
+        tally.num_steps = (tally.num_steps or 0) + 1
+        tally.arrived()

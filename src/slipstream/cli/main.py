@@ -14,13 +14,19 @@ import slipstream
 from slipstream.cli.parser import Parser
 from slipstream.errors import ConfigError, InvalidRequest, SlipstreamError
 
-# Each is a module slipstream.cli.<name> with `add_arguments(parser)` and `run(args) -> exit code`.
+# Each is a module slipstream.cli.<name> with a docstring and an EXAMPLE for --help, `add_arguments(parser)` and
+# `run(args) -> exit code`.
 COMMANDS = {
     "serve": "serve a model to OpenAI clients",
     "run": "answer one prompt and stop",
     "chat": "talk to a model in the terminal",
     "bench": "measure latency and throughput",
     "pull": "fetch a model without loading it",
+    "ls": "list fetched models",
+    "show": "describe a model without loading it",
+    "rm": "remove a fetched model",
+    "config": "show the settings, or begin a file of them",
+    "doctor": "look at this machine and say what will be used",
 }
 
 
@@ -51,7 +57,7 @@ def _dispatch(argv: list[str]) -> int:
     if argv and argv[0] in COMMANDS:
         name = argv[0]
         module = importlib.import_module(f"slipstream.cli.{name}")
-        parser = Parser(prog=f"slipstream {name}", description=module.__doc__)
+        parser = Parser(prog=f"slipstream {name}", description=module.__doc__, epilog=f"example:\n  {module.EXAMPLE}")
         module.add_arguments(parser)
         return int(module.run(parser.parse_args(argv[1:])))
     parser = Parser(prog="slipstream", description="Serves language models.", epilog=_command_list())

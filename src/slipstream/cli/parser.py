@@ -26,8 +26,23 @@ class Parser(argparse.ArgumentParser):
         """As argparse's; an unknown flag is answered with the nearest known one."""
         parsed, rest = self.parse_known_args(args, namespace)
         if rest:
-            known = [option for action in self._actions for option in action.option_strings]
-            near = difflib.get_close_matches(rest[0].partition("=")[0], known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"{self.prog} --help"
-            raise ConfigError(f"an argument must be one that {self.prog} knows, but got {rest[0]!r}", hint=hint)
+            chosen, others = self._kinds(parsed)
+            hint = _hint(rest[0].partition("=")[0], chosen, others)
+            raise ConfigError(f"an argument must be one that {chosen.prog} knows, but got {rest[0]!r}", hint=hint)
         return parsed
+
+    def _kinds(self, parsed: argparse.Namespace) -> tuple[argparse.ArgumentParser, list[argparse.ArgumentParser]]:
+        """The parser whose flags count (`bench latency`), and its siblings."""
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                chosen = action.choices[getattr(parsed, action.dest)]
+                return chosen, [parser for parser in action.choices.values() if parser is not chosen]
+        return self, []
+
+
+def _hint(flag: str, chosen: argparse.ArgumentParser, others: list[argparse.ArgumentParser]) -> str:
+    owners = [parser.prog for parser in others if flag in parser._option_string_actions]
+    if owners:
+        return f"{flag} belongs to {' and '.join(owners)}"
+    near = difflib.get_close_matches(flag, chosen._option_string_actions, n=1)
+    return f"did you mean {near[0]}?" if near else f"{chosen.prog} --help"

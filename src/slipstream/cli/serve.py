@@ -10,6 +10,8 @@ import sys
 
 from slipstream.cli.flags import add_config_flags, add_model_argument, config_from
 
+EXAMPLE = "slipstream serve smollm2-135m --port 9000 --max-num-seqs 16"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 
-import psutil
 import torch
 
 from slipstream.attention.base import AttentionBackend
@@ -17,12 +17,14 @@ from slipstream.config import EngineConfig
 from slipstream.engine.compat import check_startup
 from slipstream.engine.executor import Device, Executor, ThreadExecutor
 from slipstream.engine.loop import Engine
+from slipstream.engine.memory import memory_of, plan_memory
 from slipstream.engine.policy import Policy
 from slipstream.engine.runner import Runner
 from slipstream.engine.scheduler import DraftLimits, Scheduler
 from slipstream.engine.settle import StopTextFactory
 from slipstream.errors import ConfigError
 from slipstream.models.base import CausalLM
+from slipstream.observe import log
 from slipstream.speculate.base import Drafter
 from slipstream.speculate.registry import Target, build_drafter
 from slipstream.text.detokenize import StopScanner
@@ -32,6 +34,8 @@ from slipstream.weights.loaded import LoadedModel
 # Of the memory that is free once the weights are there, this share may become KV; the rest is activations and everybody else's.
 KV_MEMORY_SHARE = 0.4
 
+logger = logging.getLogger("slipstream.engine")
+
 
 def build_engine(config: EngineConfig, on_progress: Callable[[str, float], None] | None = None) -> tuple[Engine, LoadedModel]:
     """Load the configured model and build an engine around it; `on_progress(phase, fraction)` is told how far it is."""
@@ -40,6 +44,8 @@ def build_engine(config: EngineConfig, on_progress: Callable[[str, float], None]
         torch.set_num_threads(config.num_threads)
     device = pick_device(config.device)
     loaded = load(config.model, dtype=config.dtype, device=device, max_context=config.max_model_len, on_progress=on_progress)
+    if on_progress is not None:
+        on_progress("building engine", 0.0)
     engine = assemble_engine(
         loaded.model,
         config,
@@ -47,6 +53,7 @@ def build_engine(config: EngineConfig, on_progress: Callable[[str, float], None]
         stop_text=lambda request: StopScanner(loaded.tokenizer, request.params),
         context_len=loaded.context_len,
         device=device,
+        num_parameters=loaded.num_parameters,
     )
     return engine, loaded
 
@@ -63,6 +70,7 @@ def assemble_engine(
     drafters: Mapping[str, Callable[[Target], Drafter]] | None = None,
     executor: Callable[[Device], Executor] = ThreadExecutor,
     order: ReuseOrder = "newest",
+    num_parameters: int = 0,
 ) -> Engine:
     """Build an engine around a model.
 
@@ -77,6 +85,9 @@ def assemble_engine(
         drafters: drafters built by the caller; the first is used. None: the configured one.
         executor: where steps run.
         order: which free slot or page is reused first.
+        num_parameters: of the model, for the memory table.
+
+    Raises `ConfigError` where what is allocated here, or a full step, cannot fit; logs the memory table otherwise.
     """
     device = device or torch.device("cpu")
     context_len = context_len or min(model.context_len, config.max_model_len or model.context_len)
@@ -87,6 +98,17 @@ def assemble_engine(
         built = dict([build_drafter(config.speculate[0] if config.speculate else "off", target)])
     else:
         built = {name: make(target) for name, make in drafters.items()}
+    memory = plan_memory(
+        model,
+        config,
+        context_len=context_len,
+        num_pages=num_pages,
+        num_parameters=num_parameters,
+        drafters=built.values(),
+        memory=memory_of(device),
+    )
+    memory.check()
+    log.table(logger, logging.INFO, "memory", memory.text, memory.fields)
     kv = KVCache(model.kv_layers, all_pages, config.page_size, device, poison=config.debug)
     runner = Runner(
         model=model,
@@ -144,4 +166,4 @@ def pick_num_pages(model: CausalLM, config: EngineConfig, context_len: int) -> i
 
 def available_memory_bytes() -> int:
     """Memory the system would give us now."""
-    return int(psutil.virtual_memory().available)
+    return memory_of(torch.device("cpu")).free_bytes

@@ -107,6 +107,7 @@ class Settler:
         request.num_drafted += drafted
         request.num_accepted += agreed
         self._stats.num_output_tokens += len(kept)
+        self._stats.num_drafts += drafted > 0
         self._stats.num_drafted += drafted
         self._stats.num_accepted += agreed
         of_prompt = None

@@ -11,7 +11,7 @@ class EngineStats:
 
     `num_free_pages` hold nothing, `num_evictable_pages` only cached work that nobody uses now; the rest is held by requests.
     `num_prompt_tokens` were computed, `num_cached_tokens` found in the prefix cache instead. `num_paused` running requests were
-    left out of the last step for want of a page.
+    left out of the last step for want of a page. `num_drafts`: rows of steps that verified a draft.
 
     `host_s` is what the scheduler thread spent planning and settling, `wait_s` what it waited for results, `device_s` what the
     device spent in steps.
@@ -28,6 +28,7 @@ class EngineStats:
     num_cached_tokens: int = 0
     num_retractions: int = 0
     num_output_tokens: int = 0
+    num_drafts: int = 0
     num_drafted: int = 0
     num_accepted: int = 0
     device_s: float = 0.0

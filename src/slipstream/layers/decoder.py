@@ -1,76 +1,132 @@
-"""The decoder that Llama, Mistral and Qwen2 share: pre-norm blocks of rotary grouped attention and a gated MLP.
+"""The decoder that our model types share: pre-norm blocks of grouped attention and a gated MLP.
 
-h ─┬─ norm ─ qkv ─ rope ─ attention ─ out ─ + ─┬─ norm ─ gate, up ─ silu(gate) * up ─ down ─ + ─►
-   └────────────────────────────────────────┘  └─────────────────────────────────────────────┘
+h ─┬─ norm ─ qkv ─ (norm) ─ rope ─ attention ─ out ─ (norm) ─ + ─┬─ norm ─ gate, up ─ act(gate) * up ─ down ─ (norm) ─ + ─►
+   └─────────────────────────────────────────────────────────────┘└────────────────────────────────────────────────────┘
+
+What is in brackets only some types have: norms of each query and key head, norms behind the attention and the MLP. Layers differ
+in their window and in which rotary embedding they turn by, if any.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from slipstream.attention.base import AttentionStep
 from slipstream.attention.kv import LayerKV
+from slipstream.layers.activation import Activation
 from slipstream.layers.embedding import Embedding
 from slipstream.layers.linear import Product
-from slipstream.layers.norm import RMSNorm
+from slipstream.layers.norm import HeadNorm, RMSNorm
 from slipstream.layers.rotary import Rotary, Turn
 
 
 class Attention:
-    """Rotary grouped-query attention of one layer; keys and values go through the pass's `AttentionStep`."""
+    """Grouped-query attention of one layer; keys and values go through the pass's `AttentionStep`.
 
-    __slots__ = ("head_dim", "layer", "num_heads", "num_kv_heads", "out", "qkv", "scale")
+    Args:
+        layer: its place in the decoder.
+        qkv: [T, hidden] -> queries, keys and values, head by head.
+        out: back to the residual.
+        num_heads, num_kv_heads, head_dim: sizes.
+        scale: of the scores.
+        head_norm: of queries and keys before they turn, or None.
+        rotary: which of the decoder's rotary embeddings turns them; None: none does.
+        window, softcap: see `AttentionStep.__call__`.
+    """
 
-    def __init__(self, layer: int, qkv: Product, out: Product, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+    __slots__ = (
+        "head_dim", "head_norm", "layer", "num_heads", "num_kv_heads", "out", "qkv", "rotary", "scale", "softcap", "window",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        layer: int,
+        qkv: Product,
+        out: Product,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        scale: float,
+        head_norm: HeadNorm | None,
+        rotary: int | None,
+        window: int | None,
+        softcap: float | None,
+    ) -> None:
         self.layer = layer
         self.qkv = qkv
         self.out = out
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
-        self.scale = head_dim**-0.5
+        self.scale = scale
+        self.head_norm = head_norm
+        self.rotary = rotary
+        self.window = window
+        self.softcap = softcap
 
-    def __call__(self, x: Tensor, turn: Turn, attention: AttentionStep) -> Tensor:
+    def __call__(self, x: Tensor, turns: tuple[Turn, ...], attention: AttentionStep) -> Tensor:
         """[T, hidden] -> [T, hidden]."""
         heads, kv_heads = self.num_heads, self.num_kv_heads
         qkv = self.qkv(x).view(x.shape[0], heads + 2 * kv_heads, self.head_dim)
-        turned = turn(qkv[:, : heads + kv_heads])
-        mixed = attention(self.layer, turned[:, :heads], turned[:, heads:], qkv[:, heads + kv_heads :], self.scale)
+        qk = qkv[:, : heads + kv_heads]
+        if self.head_norm is not None:
+            qk = self.head_norm(qk)
+        if self.rotary is not None:
+            qk = turns[self.rotary](qk)
+        mixed = attention(
+            self.layer, qk[:, :heads], qk[:, heads:], qkv[:, heads + kv_heads :], self.scale, self.window, self.softcap
+        )
         return self.out(mixed.reshape(x.shape[0], heads * self.head_dim))
 
 
 class GatedMLP:
-    """silu(gate) * up, then down."""
+    """act(gate) * up, then down."""
 
-    __slots__ = ("down", "gate_up")
+    __slots__ = ("activation", "down", "gate_up")
 
-    def __init__(self, gate_up: Product, down: Product) -> None:
+    def __init__(self, gate_up: Product, down: Product, activation: Activation) -> None:
         self.gate_up = gate_up
         self.down = down
+        self.activation = activation
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, hidden] -> [T, hidden]."""
         gate, up = self.gate_up(x).chunk(2, -1)
-        return self.down(functional.silu(gate).mul_(up))
+        return self.down(self.activation(gate).mul_(up))
 
 
 class Block:
-    """One layer of the decoder."""
+    """One layer of the decoder; the two `after` norms only where a type has them."""
 
-    __slots__ = ("attention", "attention_norm", "mlp", "mlp_norm")
+    __slots__ = ("after_attention", "after_mlp", "attention", "attention_norm", "mlp", "mlp_norm")
 
-    def __init__(self, attention_norm: RMSNorm, attention: Attention, mlp_norm: RMSNorm, mlp: GatedMLP) -> None:
+    def __init__(
+        self,
+        attention_norm: RMSNorm,
+        attention: Attention,
+        mlp_norm: RMSNorm,
+        mlp: GatedMLP,
+        after_attention: RMSNorm | None = None,
+        after_mlp: RMSNorm | None = None,
+    ) -> None:
         self.attention_norm = attention_norm
         self.attention = attention
         self.mlp_norm = mlp_norm
         self.mlp = mlp
+        self.after_attention = after_attention
+        self.after_mlp = after_mlp
 
-    def __call__(self, hidden: Tensor, turn: Turn, attention: AttentionStep) -> Tensor:
+    def __call__(self, hidden: Tensor, turns: tuple[Turn, ...], attention: AttentionStep) -> Tensor:
         """The residual [T, hidden] before the layer -> behind it, a new tensor (taps keep the old one)."""
-        hidden = self.attention(self.attention_norm(hidden), turn, attention).add_(hidden)
-        return self.mlp(self.mlp_norm(hidden)).add_(hidden)
+        mixed = self.attention(self.attention_norm(hidden), turns, attention)
+        if self.after_attention is not None:
+            mixed = self.after_attention(mixed)
+        hidden = mixed.add_(hidden)
+        out = self.mlp(self.mlp_norm(hidden))
+        if self.after_mlp is not None:
+            out = self.after_mlp(out)
+        return out.add_(hidden)
 
 
 class Decoder:
@@ -81,19 +137,28 @@ class Decoder:
         blocks: the layers, in order.
         norm: the final norm.
         head: [vocab, hidden] product to logits; may share the embedding's weight.
-        rotary: frequencies.
+        rotaries: the rotary embeddings that layers choose from.
         context_len: most positions the model can take.
+        logit_softcap: logits l become cap * tanh(l / cap); None: they stay.
     """
 
     def __init__(
-        self, embedding: Embedding, blocks: tuple[Block, ...], norm: RMSNorm, head: Product, rotary: Rotary, context_len: int
+        self,
+        embedding: Embedding,
+        blocks: tuple[Block, ...],
+        norm: RMSNorm,
+        head: Product,
+        rotaries: tuple[Rotary, ...],
+        context_len: int,
+        logit_softcap: float | None = None,
     ) -> None:
         self.embedding = embedding
         self.blocks = blocks
         self.norm = norm
         self.head = head
-        self.rotary = rotary
+        self.rotaries = rotaries
         self.context_len = context_len
+        self.logit_softcap = logit_softcap
         self.vocab_size = head.num_outputs
         self.hidden_size = embedding.weight.shape[1]
         self.num_layers = len(blocks)
@@ -106,16 +171,17 @@ class Decoder:
     def forward(self, tokens: Tensor, attention: AttentionStep, taps: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
         """See `models.base.CausalLM.forward`."""
         hidden = self.embedding(tokens)
-        turn = self.rotary.at(attention.layout.positions, self.dtype)
+        turns = tuple(rotary.at(attention.layout.positions, self.dtype) for rotary in self.rotaries)
         tapped: dict[int, Tensor] = {}
         for index, block in enumerate(self.blocks):
             if index in taps:
                 tapped[index] = hidden
-            hidden = block(hidden, turn, attention)
+            hidden = block(hidden, turns, attention)
         tapped[self.num_layers] = hidden
         states = torch.cat([tapped[index] for index in taps], -1) if taps else None
         return self.norm(hidden), states
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[N, hidden] -> [N, vocab_size]."""
-        return self.head(hidden)
+        logits = self.head(hidden)
+        return logits if self.logit_softcap is None else (logits / self.logit_softcap).tanh_().mul_(self.logit_softcap)

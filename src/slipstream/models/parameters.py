@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection
 from typing import Protocol
 
@@ -58,6 +59,11 @@ class Parameters:
     def __contains__(self, name: str) -> bool:
         return name in self._left
 
+    @property
+    def left(self) -> frozenset[str]:
+        """Names of the tensors that nobody took yet."""
+        return frozenset(self._left)
+
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """The tensor `name`, which must have `shape`. Raises `ModelError` if it is missing, taken before or of another shape."""
         if name not in self._left:
@@ -71,6 +77,10 @@ class Parameters:
         if self._on_progress is not None:
             self._on_progress(min(1.0, self.num_parameters / self._total))
         return tensor
+
+    def skip(self, pattern: re.Pattern[str]) -> None:
+        """Leave out tensors whose names `pattern` finds: what a type is known to store and not to need."""
+        self._left = {name for name in self._left if not pattern.search(name)}
 
     def finish(self) -> None:
         """Raises `ModelError` naming tensors that no part of the model took: the checkpoint is of another kind."""

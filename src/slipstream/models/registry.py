@@ -8,17 +8,14 @@ Adding a model type is one new file:
 from __future__ import annotations
 
 import importlib
-import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-import slipstream.models
 from slipstream.errors import ModelError, shown
 from slipstream.models.base import CausalLM
 from slipstream.models.config import ModelConfig
+from slipstream.models.known import known_types
 from slipstream.models.parameters import Parameters
-
-_NOT_MODEL_TYPES = frozenset({"base", "config", "parameters", "registry", "decoder"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,17 +27,13 @@ class ModelType:
         gguf_interleaved_heads: GGUF files of this type hold query and key rows in pairs (2i, 2i + 1) instead of halves.
         gguf_names: names of tensors inside a GGUF layer that are this type's own -> the usual name (`attn_q_norm` ->
             `self_attn.q_norm`).
+        gguf_shifted_norms: GGUF files of this type hold norm weights with 1 added.
     """
 
     build: Callable[[ModelConfig, Parameters], CausalLM]
     gguf_interleaved_heads: bool = False
     gguf_names: Mapping[str, str] = field(default_factory=dict)
-
-
-def known_types() -> tuple[str, ...]:
-    """Names of all model types, sorted."""
-    found = (module.name for module in pkgutil.iter_modules(slipstream.models.__path__))
-    return tuple(sorted(name for name in found if name not in _NOT_MODEL_TYPES))
+    gguf_shifted_norms: bool = False
 
 
 def find_type(name: str, source: str) -> ModelType:

@@ -28,9 +28,28 @@ from slipstream.errors import InvariantBroken
 # Calls whose result, or the shape of whose result, is values of a tensor.
 _READS: frozenset[str] = frozenset(
     {
-        "__array__", "__bool__", "__complex__", "__contains__", "__float__", "__format__", "__index__", "__int__", "__repr__",
-        "allclose", "argwhere", "bincount", "equal", "is_nonzero", "item", "masked_select", "nonzero", "numpy", "tolist",
-        "unique", "unique_consecutive", "unique_dim",
+        "__array__",
+        "__bool__",
+        "__complex__",
+        "__contains__",
+        "__float__",
+        "__format__",
+        "__index__",
+        "__int__",
+        "__repr__",
+        "allclose",
+        "argwhere",
+        "bincount",
+        "equal",
+        "is_nonzero",
+        "item",
+        "masked_select",
+        "nonzero",
+        "numpy",
+        "tolist",
+        "unique",
+        "unique_consecutive",
+        "unique_dim",
     }
 )
 _INDEXING: frozenset[str] = frozenset({"__getitem__", "__setitem__", "index_put", "index_put_"})

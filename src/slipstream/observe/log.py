@@ -1,10 +1,10 @@
-"""Logs: one line an event on stderr, as text or as JSON. Data goes to stdout, never logs.
+"""Logs: one line an event (a table: one for each row) on stderr, or a JSON object each. Data goes to stdout, never logs.
 
-    log.configure("info", as_json=False)
-    log.event(logger, logging.INFO, "request", status=200, seconds=0.12)
+log.configure("info", as_json=False)
+log.event(logger, logging.INFO, "request", status=200, seconds=0.12)
 
-    12:00:01 INFO  request status=200 seconds=0.12
-    {"time": "...", "level": "info", "logger": "slipstream.access", "message": "request", "status": 200, "seconds": 0.12}
+12:00:01 INFO  request status=200 seconds=0.12
+{"time": "...", "level": "info", "logger": "slipstream.access", "message": "request", "status": 200, "seconds": 0.12}
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import json
 import logging
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 
@@ -32,6 +33,14 @@ def event(logger: logging.Logger, level: int, message: str, **fields: object) ->
         logger.log(level, message, extra={"fields": {name: value for name, value in fields.items() if value is not None}})
 
 
+def table(
+    logger: logging.Logger, level: int, message: str, text: Callable[[], str], fields: Callable[[], dict[str, object]]
+) -> None:
+    """Log a message with several lines behind it, or as JSON with fields instead; both are made only where they are logged."""
+    if logger.isEnabledFor(level):
+        logger.log(level, message, extra={"fields": fields(), "text": text()})
+
+
 def _fields(record: logging.LogRecord) -> dict[str, Any]:
     return record.__dict__.get("fields") or {}
 
@@ -40,8 +49,10 @@ class _TextFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         at = time.strftime("%H:%M:%S", time.localtime(record.created))
         parts = [f"{at} {record.levelname:5} {record.getMessage()}"]
-        parts += [f"{name}={_one_word(value)}" for name, value in _fields(record).items()]
-        line = " ".join(parts)
+        text = record.__dict__.get("text")
+        if text is None:
+            parts += [f"{name}={_one_word(value)}" for name, value in _fields(record).items()]
+        line = " ".join(parts) if text is None else f"{parts[0]}\n{text}"
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
 

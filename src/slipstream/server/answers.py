@@ -17,6 +17,7 @@ from slipstream.frontend.assemble import Assembler, Delta
 from slipstream.frontend.model_info import ModelInfo
 from slipstream.frontend.prepare import Prepared
 from slipstream.observe.metrics import Metrics
+from slipstream.observe.timing import AnswerTimes
 from slipstream.server.bridge import OutputStream
 from slipstream.server.errors import ClientGone
 from slipstream.types import EngineOutput, FinishReason
@@ -46,7 +47,7 @@ class Answers:
     ) -> None:
         self._stream = stream
         self._metrics = metrics
-        self._arrived = arrived
+        self._arrived_s = arrived
         self.prompts = [Assembler(prompt, info) for prompt in prompts]
         self._places = {
             request.request_id: (assembler, place * prompt.params.n)
@@ -54,7 +55,7 @@ class Answers:
             for request in prompt.requests
         }
         self._unfinished = set(self._places)
-        self._last_news: dict[str, float] = {}
+        self._times = {request_id: AnswerTimes(arrived) for request_id in self._places}
         self._held: dict[Assembler, list[Delta]] = {}  # news of later answers, while the prompt's logprobs are still to come
         self._first: list[Delta] | None = None
         self._error: SlipstreamError | None = None
@@ -78,11 +79,22 @@ class Answers:
         """Prompt tokens that needed no computation."""
         return sum(assembler.num_cached_tokens for assembler in self.prompts)
 
-    @property
-    def finish_reasons(self) -> str:
-        """Of all answers, for the log."""
+    def log_fields(self) -> dict[str, object]:
+        """What the log says of these answers together: the longest wait, the first token of any, tokens a second of all."""
         reasons = {output.finish_reason or "none" for assembler in self.prompts for output in assembler.outputs}
-        return ",".join(sorted(reasons))
+        begun = [times for times in self._times.values() if times.num_tokens]
+        last_s = max((times.last_s for times in begun), default=self._arrived_s)
+        num_retractions = sum(times.num_retractions for times in self._times.values())
+        return {
+            "prompt_tokens": self.num_prompt_tokens,
+            "cached_tokens": self.num_cached_tokens,
+            "output_tokens": self.num_output_tokens,
+            "queue_s": round(max(times.queue_s for times in begun), 4) if begun else None,
+            "ttft_s": round(min(times.first_s for times in begun) - self._arrived_s, 4) if begun else None,
+            "tokens_per_s": round(self.num_output_tokens / (last_s - self._arrived_s), 2) if last_s > self._arrived_s else None,
+            "finish": ",".join(sorted(reasons)),
+            "retractions": num_retractions or None,
+        }
 
     def whole(self) -> list[Delta]:
         """All answers as they are now, in order of choice index."""
@@ -174,7 +186,7 @@ class Answers:
                     raise
                 self._error = error  # what came before it is handed out first
                 break
-            self._measure(output.request_id, delta, len(output.token_ids), now)
+            self._measure(output, delta, now)
             delta = replace(delta, index=first_place + delta.index) if first_place else delta
             if assembler.awaits_prompt_logprobs:
                 self._held.setdefault(assembler, []).append(delta)
@@ -182,15 +194,9 @@ class Answers:
                 deltas += [delta, *self._held.pop(assembler, ())]
         return deltas
 
-    def _measure(self, request_id: str, delta: Delta, num_tokens: int, now: float) -> None:
-        if num_tokens:
-            last = self._last_news.get(request_id)
-            if last is None:
-                self._metrics.first_token(now - self._arrived, num_tokens)
-            else:
-                self._metrics.tokens(now - last, num_tokens)
-            self._last_news[request_id] = now
+    def _measure(self, output: EngineOutput, delta: Delta, now_s: float) -> None:
+        times = self._times[output.request_id]
+        self._metrics.output(times, output, now_s)
         if delta.finish_reason is not None:
-            self._unfinished.discard(request_id)
-            output = self._places[request_id][0].outputs[delta.index]
-            self._metrics.finished(delta.finish_reason, now - self._arrived, len(output.token_ids))
+            self._unfinished.discard(output.request_id)
+            self._metrics.finished(times, delta.finish_reason, now_s)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import HTMLResponse, Response
 from starlette.types import ASGIApp
 
 import slipstream
 from slipstream.config import EngineConfig
 from slipstream.errors import SlipstreamError
+from slipstream.server.docs_page import HEADERS, docs_page
 from slipstream.server.errors import ClientGone, error_response, from_http, internal_error
 from slipstream.server.health import health_routes
 from slipstream.server.middleware import CLIENT_GONE, RequireKey, Surround, note
@@ -20,9 +21,13 @@ from slipstream.server.serving import Serving
 
 def create_app(serving: Serving) -> ASGIApp:
     """All routes over one served model."""
-    app = FastAPI(title="Slipstream", version=slipstream.__version__, redirect_slashes=False, redoc_url=None)
+    app = FastAPI(title="Slipstream", version=slipstream.__version__, redirect_slashes=False, docs_url=None, redoc_url=None)
     app.include_router(openai_routes(serving))
     app.include_router(health_routes(serving))
+
+    @app.get("/docs", include_in_schema=False, response_model=None)
+    async def docs() -> Response:
+        return HTMLResponse(docs_page(app.openapi()), headers=HEADERS)
 
     @app.exception_handler(SlipstreamError)
     async def ours(request: Request, error: SlipstreamError) -> Response:

@@ -188,7 +188,7 @@ def main() -> int:
 def _run(config: EngineConfig, factory: str, socket: zmq.Socket[bytes]) -> int:
     report = _progress_reporter(socket)
     try:
-        report("starting", 0.0)
+        report("starting engine", 0.0)
         module, _, function = factory.partition(":")
         engine, loaded = getattr(importlib.import_module(module), function)(config, report)
         num_pages = engine.stats().num_pages

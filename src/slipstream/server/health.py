@@ -4,11 +4,12 @@ POST /reset_prefix_cache, which does ask for it, makes the engine forget all cac
 
 /health   200 while the engine process lives and, where it has work, makes progress; also while loading and draining.
           503 once it has made none for --stall-timeout-s: restart it.
-/ready    200 while new requests are taken, else 503 with the phase and, while loading, how far it is.
+/ready    200 while new requests are taken, else 503; while loading with the phase, how far it is, and for how long.
 """
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import msgspec
@@ -55,8 +56,8 @@ def health_routes(serving: Serving) -> APIRouter:
 def _report(serving: Serving, is_good: bool) -> Response:
     body: dict[str, Any] = {"status": serving.phase.value}
     if serving.phase is Phase.LOADING:
-        phase, fraction = serving.progress
-        body.update(phase=phase, percent=round(100 * fraction, 1))
+        phases, percent = serving.phases, round(100 * serving.progress, 1)
+        body.update(phase=phases.current, percent=percent, elapsed_s=round(phases.elapsed_s(time.monotonic()), 1))
     elif (problem := serving.problem()) is not None:
         body.update(status="failed", error=error_object(problem))
         is_good = False

@@ -16,7 +16,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import uvicorn
@@ -24,6 +24,7 @@ import uvicorn
 from slipstream.config import EngineConfig
 from slipstream.errors import ConfigError, EngineBusy, SlipstreamError
 from slipstream.observe import log
+from slipstream.observe.throughput import throughput
 from slipstream.server.app import create_app
 from slipstream.server.serving import CHECKPOINT, Backend, Serving
 
@@ -45,7 +46,6 @@ def run(config: EngineConfig, backend: Backend = CHECKPOINT) -> int:
 
 
 async def _serve(config: EngineConfig, listener: socket.socket, backend: Backend) -> int:
-    began = time.monotonic()
     signals = _Signals()
     serving = Serving(config, backend)
     server = _Uvicorn(
@@ -68,11 +68,12 @@ async def _serve(config: EngineConfig, listener: socket.socket, backend: Backend
         await _any(loading, first, http)
         if loading.done():
             await loading
-            _say_ready(serving, listener, time.monotonic() - began)
+            _say_ready(serving, listener)
             died = asyncio.create_task(serving.client.died())
-            await _any(died, first, http)
-            if not died.done():
-                await _drain(serving, died, second)
+            async with _saying_throughput(serving):
+                await _any(died, first, http)
+                if not died.done():
+                    await _drain(serving, died, second)
             if died.done():
                 raise died.result()
         return STOPPED_AT_ONCE if second.done() else 0
@@ -92,24 +93,54 @@ async def _drain(serving: Serving, died: asyncio.Task[SlipstreamError], second: 
     serving.drain()
     timeout_s = serving.config.drain_timeout_s
     if serving.num_active:
-        logger.info("draining: %d calls have %g s to finish; a second signal stops at once", serving.num_active, timeout_s)
+        calls = _calls(serving.num_active)
+        logger.info("draining: %s to finish within %g s; a second signal stops at once", calls, timeout_s)
     idle = asyncio.create_task(serving.idle())
     await asyncio.wait([idle, died, second], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
     idle.cancel()
     if serving.num_active and not died.done():
-        logger.warning("stopping with %d calls unfinished", serving.num_active)
+        logger.warning("stopping with %s unfinished", _calls(serving.num_active))
         serving.fail_all(EngineBusy("the answer must be finished before the server stops, but it took too long"))
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(serving.idle(), LAST_WORDS_S)
+
+
+@contextlib.asynccontextmanager
+async def _saying_throughput(serving: Serving) -> AsyncIterator[None]:
+    """Inside, a line every --log-interval-s says what the engine does; none while it is idle."""
+    interval_s = serving.config.log_interval_s
+
+    async def say() -> None:
+        before, at = await serving.client.stats(), time.monotonic()
+        while interval_s:
+            await asyncio.sleep(interval_s)
+            now, then, at = await serving.client.stats(), at, time.monotonic()
+            if (fields := throughput(before, now, at - then)) is not None:
+                log.event(logger, logging.INFO, "throughput", **fields)
+            before = now
+
+    saying = asyncio.create_task(say())
+    try:
+        yield
+    finally:
+        saying.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await saying
+
+
+def _calls(count: int) -> str:
+    return "1 call" if count == 1 else f"{count} calls"
 
 
 async def _any(*tasks: asyncio.Task[Any]) -> None:
     await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
 
 
-def _say_ready(serving: Serving, listener: socket.socket, seconds: float) -> None:
+def _say_ready(serving: Serving, listener: socket.socket) -> None:
     info, ready = serving.frontend.info, serving.ready
     assert ready is not None
+    now_s = time.monotonic()
+    log.event(logger, logging.INFO, f"ready in {serving.phases.summary(now_s)}")
     log.event(
         logger,
         logging.INFO,
@@ -119,7 +150,6 @@ def _say_ready(serving: Serving, listener: socket.socket, seconds: float) -> Non
         dtype=ready.dtype,
         context=info.context_len,
         kv_pages=ready.num_pages,
-        seconds=round(seconds, 1),
     )
     if info.generation_defaults:
         defaults = " ".join(f"{name}={value}" for name, value in info.generation_defaults.items())

@@ -23,7 +23,7 @@ from slipstream.server.errors import error_response
 from slipstream.server.serving import new_id
 
 # Open without a key: what says nothing of what is asked or answered.
-OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/docs", "/docs/oauth2-redirect", "/openapi.json"})
+OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/docs", "/openapi.json"})
 QUIET_PATHS = frozenset({"/health", "/ready", "/metrics"})
 CLIENT_GONE = 499  # nobody sees it; for log and metrics
 
@@ -92,9 +92,7 @@ class Surround:
             seconds=round(seconds, 4),
             id=request_id,
             response=notes.get("response"),
-            prompt_tokens=answers.num_prompt_tokens if answers else None,
-            output_tokens=answers.num_output_tokens if answers else None,
-            finish=answers.finish_reasons if answers else None,
+            **(answers.log_fields() if answers else {}),
         )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import secrets
 import threading
 import time
@@ -20,12 +21,16 @@ from slipstream.config import EngineConfig
 from slipstream.errors import EngineBusy, EngineDead, EngineError, InvalidParameter, SlipstreamError, UnknownModel, shown
 from slipstream.frontend.model_info import ModelInfo, model_info
 from slipstream.frontend.prepare import Frontend, Prepared
+from slipstream.observe import log
 from slipstream.observe.metrics import Metrics
+from slipstream.observe.phases import LEAST_S, Phases
 from slipstream.server import wire
 from slipstream.server.answers import Answers
 from slipstream.server.bridge import ENGINE_FACTORY, EngineClient
 from slipstream.server.protocol import Prompt
 from slipstream.types import SamplingParams
+
+logger = logging.getLogger("slipstream.server")
 
 LONG_PROMPT = 2000  # characters; tokenizing more than this is done beside the event loop
 
@@ -81,10 +86,11 @@ class Serving:
 
     def __init__(self, config: EngineConfig, backend: Backend = CHECKPOINT) -> None:
         self.config = config
-        self.metrics = Metrics()
+        self.metrics = Metrics(config.served_model_name or config.model)
         self.client = EngineClient(config, backend.engine_factory)
         self.phase = Phase.LOADING
-        self.progress: tuple[str, float] = ("starting", 0.0)
+        self.phases = Phases("starting", time.monotonic())
+        self.progress = 0.0  # of the phase, 0 to 1
         self.ready: wire.Ready | None = None
         self.started = int(time.time())
         self._backend = backend
@@ -101,12 +107,14 @@ class Serving:
             loop.call_soon_threadsafe(self._note_progress, phase, fraction)
 
         await _beside(lambda: self._backend.fetch(self.config, on_progress))
+        self._note_progress("starting engine", 0.0)
         starting = asyncio.create_task(self.client.start(self._note_progress))
         try:
             info, self.ready = await asyncio.gather(_beside(lambda: self._backend.load_info(self.config)), starting)
         finally:
             starting.cancel()
         self._frontend = Frontend(info)
+        self._note_progress(None, 1.0)
         if self.phase is Phase.LOADING:
             self.phase = Phase.READY
 
@@ -130,8 +138,8 @@ class Serving:
     def check_open(self) -> None:
         """Raises `EngineBusy` or `EngineDead` while the server takes no work."""
         if self.phase is Phase.LOADING:
-            phase, fraction = self.progress
-            raise EngineBusy(f"the model must be loaded first, but the server is at {phase}, {fraction:.0%}", hint="GET /ready")
+            at = f"{self.phases.current}, {self.progress:.0%}"
+            raise EngineBusy(f"the model must be loaded first, but the server is at {at}", hint="GET /ready")
         if self.phase is Phase.DRAINING:
             raise EngineBusy("the server must be taking work, but it is draining and will stop")
         if (problem := self.problem()) is not None:
@@ -219,8 +227,10 @@ class Serving:
         for answers in self._active:
             answers.fail(error)
 
-    def _note_progress(self, phase: str, fraction: float) -> None:
-        self.progress = (phase, fraction)
+    def _note_progress(self, phase: str | None, fraction: float) -> None:
+        self.progress = fraction
+        if (ended := self.phases.enter(phase, time.monotonic())) is not None and ended[1] >= LEAST_S:
+            log.event(logger, logging.INFO, "start-up", phase=ended[0], seconds=round(ended[1], 2))
 
 
 def new_id(prefix: str) -> str:

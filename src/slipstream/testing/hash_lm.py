@@ -137,5 +137,14 @@ class _HashStep:
         self.layout = layout
         self.kv = kv
 
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def __call__(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
         raise RuntimeError("HashLM must read the KV itself, but something asked its attention step to attend")

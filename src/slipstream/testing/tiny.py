@@ -20,8 +20,27 @@ from slipstream.testing.byte_tokenizer import BOS_ID, EOS_ID, PAD_ID, SPECIALS, 
 from slipstream.text.pieces import byte_level_alphabet
 from slipstream.weights import load
 
-FAMILIES = ("llama", "qwen2")
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma3_text", "smollm3", "phi3")
 CONTEXT_LEN = 512
+# The library's name, and what makes the family itself: windows shorter than any prompt, layers that do not turn.
+_SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "qwen2": ("Qwen2", {}),
+    "qwen3": ("Qwen3", {"head_dim": 16}),
+    "mistral": ("Mistral", {"sliding_window": 4}),
+    "gemma3_text": (
+        "Gemma3Text",
+        {
+            "hidden_size": 64,  # its embeddings are scaled by the root, which is exact here
+            "head_dim": 8,
+            "query_pre_attn_scalar": 12,
+            "sliding_window": 3,
+            "sliding_window_pattern": 2,
+        },
+    ),
+    "smollm3": ("SmolLM3", {"no_rope_layer_interval": 2}),
+    "phi3": ("Phi3", {"sliding_window": 6}),
+}
 WEIGHT_STD = 0.25  # large enough for logits that differ by whole units: greedy answers vary, and no two logits nearly tie
 
 
@@ -43,25 +62,27 @@ def tiny_model(family: str, seed: int = 0) -> CausalLM:
 
 
 def _random_model(family: str, seed: int) -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+    import transformers
 
-    types = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen2": (Qwen2Config, Qwen2ForCausalLM)}
-    if family not in types:
-        raise ValueError(f"a tiny model's family must be one of {', '.join(types)}, but got {family!r}")
-    config_type, model_type = types[family]
-    config = config_type(
-        vocab_size=ByteTokenizer.vocab_size,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=CONTEXT_LEN,
-        tie_word_embeddings=False,
-        bos_token_id=BOS_ID,
-        eos_token_id=EOS_ID,
-        pad_token_id=PAD_ID,
-    )
+    if family not in FAMILIES:
+        raise ValueError(f"a tiny model's family must be one of {', '.join(FAMILIES)}, but got {family!r}")
+    name, own = _SETTINGS[family]
+    config_type = getattr(transformers, f"{name}Config")
+    model_type = getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM")
+    settings: dict[str, Any] = {
+        "vocab_size": ByteTokenizer.vocab_size,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": CONTEXT_LEN,
+        "tie_word_embeddings": False,
+        "bos_token_id": BOS_ID,
+        "eos_token_id": EOS_ID,
+        "pad_token_id": PAD_ID,
+    }
+    config = config_type(**{**settings, **own})
     generator = torch.Generator().manual_seed(seed)
     model = model_type(config).to(torch.float64).eval()
     with torch.no_grad():

@@ -17,6 +17,10 @@ _TURN_ENDS = frozenset(
 )
 _CONTROL = 3
 
+# The file's word for an architecture -> ours, where they differ.
+_MODEL_TYPES = {"gemma3": "gemma3_text"}
+_GEMMA3_27B_LAYERS = 62
+
 _SAMPLING = {
     "general.sampling.temp": "temperature",
     "general.sampling.top_k": "top_k",
@@ -48,32 +52,49 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
         return metadata.get(f"{architecture}.{key}")
 
     tokens = metadata.get("tokenizer.ggml.tokens") or ()
+    hidden, heads, turning = at("embedding_length"), at("attention.head_count"), at("rope.dimension_count")
+    whole = hidden // heads if isinstance(hidden, int) and isinstance(heads, int) and heads > 0 else None
+    head_dim = at("attention.key_length") or whole
     embedding = file.tensors.get("token_embd.weight")
     config: dict[str, Any] = {
-        "model_type": architecture,
+        "model_type": _MODEL_TYPES.get(architecture, architecture),
         "vocab_size": embedding.shape[0] if embedding else at("vocab_size") or len(tokens) or None,
-        "hidden_size": at("embedding_length"),
+        "hidden_size": hidden,
         "intermediate_size": at("feed_forward_length"),
         "num_hidden_layers": at("block_count"),
-        "num_attention_heads": at("attention.head_count"),
+        "num_attention_heads": heads,
         "num_key_value_heads": at("attention.head_count_kv"),
-        "head_dim": at("attention.key_length") or at("rope.dimension_count"),
+        "head_dim": head_dim,
         "rms_norm_eps": at("attention.layer_norm_rms_epsilon"),
         "max_position_embeddings": at("context_length"),
         "rope_theta": at("rope.freq_base"),
         "num_local_experts": at("expert_count"),
         "sliding_window": at("attention.sliding_window"),
+        "final_logit_softcapping": at("final_logit_softcapping"),
         "kv_lora_rank": at("attention.kv_lora_rank"),
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         "eos_token_id": _eos(metadata),
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
     }
+    if isinstance(turning, int) and isinstance(head_dim, int) and 0 < turning < head_dim:
+        config["partial_rotary_factor"] = turning / head_dim
+    if architecture == "gemma3":
+        # The files leave these two to the reader. The largest model alone scales its scores by hidden / heads.
+        config["rope_local_base_freq"] = at("rope.freq_base_swa") or 10000.0
+        config["query_pre_attn_scalar"] = whole if at("block_count") == _GEMMA3_27B_LAYERS else head_dim
+    if at("rope.scaling.attn_factor") not in (None, 1.0):
+        raise ModelError(
+            f"{file.name}: {architecture}.rope.scaling.attn_factor must be 1, but got {shown(at('rope.scaling.attn_factor'))}",
+            hint="longrope is supported for safetensors only",
+        )
     scaling = at("rope.scaling.type")
     if scaling not in (None, "none"):
         config["rope_scaling"] = {
             "rope_type": scaling,
             "factor": at("rope.scaling.factor"),
             "original_max_position_embeddings": at("rope.scaling.original_context_length"),
+            "beta_fast": at("rope.scaling.yarn_beta_fast"),
+            "beta_slow": at("rope.scaling.yarn_beta_slow"),
         }
     if ROPE_FACTORS in file.tensors:  # how these files carry llama3 scaling: a divisor for each frequency
         config["rope_frequency_factors"] = file.data(ROPE_FACTORS).ravel().tolist()

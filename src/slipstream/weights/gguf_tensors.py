@@ -41,6 +41,7 @@ class GgufTensors:
         self._file = file
         self._config = config
         self._interleaved = model_type.gguf_interleaved_heads
+        self._shifted_norms = model_type.gguf_shifted_norms
         layer_names = {**_LAYER, **model_type.gguf_names}
         # The frequency factors are part of the configuration: gguf_config has read them.
         self._own = {_usual(name, layer_names): name for name in file.tensors if name != ROPE_FACTORS}
@@ -65,6 +66,8 @@ class GgufTensors:
             values = _halves(values, self._config.num_heads)
         if self._interleaved and ".self_attn.k_proj." in name:
             values = _halves(values, self._config.num_kv_heads)
+        if self._shifted_norms and name.endswith("norm.weight"):
+            values = values - 1
         if not values.flags.writeable:  # still the file's pages
             values = values.copy()
         return torch.from_numpy(np.ascontiguousarray(values)).to(dtype)

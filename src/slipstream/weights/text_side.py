@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from slipstream.errors import InvalidParameter, ModelError
-from slipstream.models.config import ModelConfig, parse_config, token_ids
+from slipstream.models.config import CheckpointConfig, parse_config, parse_foreign, token_ids
+from slipstream.models.known import known_types
 from slipstream.types import SamplingParams
 from slipstream.weights.gguf_config import gguf_config, gguf_sampling
 from slipstream.weights.gguf_file import GgufFile
@@ -24,7 +25,7 @@ class Checkpoint:
     """A checkpoint opened but not loaded: its typed configuration, its text side, and the GGUF file where it is one."""
 
     source: ModelSource
-    config: ModelConfig
+    config: CheckpointConfig
     text: LoadedText
     gguf: GgufFile | None
 
@@ -49,14 +50,16 @@ def open_checkpoint(source: ModelSource, max_context: int | None = None) -> Chec
         generation = gguf_sampling(file.metadata)
         text = _text(source, config, tokenizer, template if isinstance(template, str) else None, generation, file.name)
         return Checkpoint(source, config, text, file)
-    config = _limited(parse_config(read_json(source.path / "config.json"), "config.json"), max_context)
+    raw = read_json(source.path / "config.json")
+    parse = parse_config if raw.get("model_type") in (*known_types(), None) else parse_foreign
+    config = _limited(parse(raw, "config.json"), max_context)
     tokenizer, template = folder_tokenizer(source.path, config.bos_token_id)
     path = source.path / "generation_config.json"
     generation = dict(read_json(path)) if path.is_file() else {}
     return Checkpoint(source, config, _text(source, config, tokenizer, template, generation, path.name), None)
 
 
-def _limited(config: ModelConfig, max_context: int | None) -> ModelConfig:
+def _limited(config: CheckpointConfig, max_context: int | None) -> CheckpointConfig:
     if max_context is None:
         return config
     if max_context > config.context_len:
@@ -69,7 +72,7 @@ def _limited(config: ModelConfig, max_context: int | None) -> ModelConfig:
 
 def _text(
     source: ModelSource,
-    config: ModelConfig,
+    config: CheckpointConfig,
     tokenizer: FastTokenizer,
     template: str | None,
     generation: Mapping[str, Any],

@@ -1,0 +1,123 @@
+"""What `doctor` says of the engine: device, dtype, attention, threads, sameness and the model. It asks those who decide when a
+model is served. Imports torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from slipstream.cli.checks import Check
+from slipstream.cli.table import size_text
+from slipstream.config import EngineConfig, env_name, flag_name
+from slipstream.errors import SlipstreamError
+
+if TYPE_CHECKING:
+    from slipstream.weights.text_side import Checkpoint
+
+
+def engine_checks(config: EngineConfig) -> list[Check]:
+    """All of them, in the order they are shown."""
+    try:
+        import torch
+
+        from slipstream.attention.registry import attention_backend
+        from slipstream.engine.build import pick_device
+        from slipstream.engine.compat import check_startup
+        from slipstream.weights.load import pick_dtype
+    except ImportError as error:
+        return [Check("engine", "fail", f"the engine must be importable, but got: {error}", "pip install . puts torch in")]
+    checks: list[Check] = []
+    try:
+        check_startup(config)
+    except SlipstreamError as error:
+        checks.append(Check("engine", "fail", error.message, error.hint))
+    model, checkpoint = check_model(config)
+    device = pick_device(config.device)
+    facts = {"device": str(device)}
+    if device.type == "cuda" and not torch.cuda.is_available():
+        checks.append(Check("device", "fail", "cuda: torch finds none", "--device cpu, or a CUDA build of torch", facts))
+        return [*checks, model]
+    has_cuda = (
+        "torch finds CUDA, which is taken only where it is asked for" if torch.cuda.is_available() else "torch finds no CUDA"
+    )
+    checks.append(Check("device", "ok", f"{device}: {_why(config, 'device', has_cuda)}", facts=facts))
+
+    stored = checkpoint.config.dtype if checkpoint else None
+    dtype = str(pick_dtype(config.dtype, stored, device)).removeprefix("torch.")
+    why = _why(config, "dtype", "what the device runs well" + (f"; the weights come in {stored}" if stored else ""))
+    checks.append(Check("dtype", "ok", f"{dtype}: {why}", facts={"dtype": dtype}))
+    try:
+        backend = type(attention_backend(config.attention_backend)).__module__.rpartition(".")[2]
+        why = _why(config, "attention_backend", "what auto means on this device")
+        checks.append(Check("attention", "ok", f"{backend}: {why}", facts={"attention_backend": backend}))
+    except SlipstreamError as error:
+        checks.append(Check("attention", "fail", error.message, error.hint))
+    threads = config.num_threads or torch.get_num_threads()
+    why = _why(config, "num_threads", "one a core, as torch counts them")
+    checks.append(Check("threads", "ok", f"{threads}: {why}", facts={"num_threads": threads}))
+    checks += [same_tokens(dtype), model]
+    if checkpoint is not None:
+        checks.append(check_needs(checkpoint, getattr(torch, dtype).itemsize, dtype))
+    return checks
+
+
+def same_tokens(dtype: str) -> Check:
+    """How far the promise of the same tokens reaches in this dtype."""
+    promise = "the same seed gives the same tokens at any batch size, lag and chunk size, with any drafter"
+    if dtype == "float64":
+        return Check("same tokens", "ok", f"{promise}, as the tests compare them", facts={"same_tokens": "always"})
+    text = (
+        f"{promise}, but for near ties: in {dtype} torch's matrix products round differently for different numbers of rows, so a "
+        "token may differ where the two best scores nearly tie"
+    )
+    return Check(
+        "same tokens", "info", text, "--dtype float64 has no such ties, and is slow", {"same_tokens": "but for near ties"}
+    )
+
+
+def check_model(config: EngineConfig) -> tuple[Check, Checkpoint | None]:
+    """Whether the model is here and can be understood; its weights are not touched."""
+    from slipstream.weights.source import locate
+    from slipstream.weights.text_side import open_checkpoint
+
+    name = config.model
+    try:
+        source = locate(name)
+        if source is None:
+            hint = f"slipstream pull {name}; otherwise the first start fetches it"
+            return Check("model", "info", f"{name} has not been fetched yet", hint, {"model": name, "is_here": False}), None
+        checkpoint = open_checkpoint(source, config.max_model_len)
+    except SlipstreamError as error:
+        return Check("model", "fail", error.message, error.hint, {"model": name}), None
+    text = f"{name}: {checkpoint.text.architecture}, context {checkpoint.text.context_len}, at {source.path}"
+    return Check("model", "ok", text, facts={"model": name, "is_here": True, "path": str(source.path)}), checkpoint
+
+
+def check_needs(checkpoint: Checkpoint, itemsize: int, dtype: str) -> Check:
+    """Whether weights and one full context fit the memory that is free."""
+    import psutil
+
+    from slipstream.cli.show import describe
+
+    try:
+        facts = describe(checkpoint)
+    except SlipstreamError as error:
+        return Check("model memory", "fail", error.message, error.hint)
+    weights = facts["num_parameters"] * itemsize
+    # describe() has float32's bytes: four a number.
+    context = facts["memory_bytes"]["float32"]["kv_full_context"] * itemsize // 4
+    free = psutil.virtual_memory().available
+    need = f"{size_text(weights)} of weights in {dtype} and {size_text(context)} of KV cache for a full context"
+    text = f"{need}; {size_text(free)} free"
+    needs = {"weight_bytes": weights, "kv_full_context_bytes": context}
+    if weights > free:
+        return Check("model memory", "fail", text, "a smaller model, or --dtype bfloat16", needs)
+    if weights + context > free:
+        return Check("model memory", "warn", text, "--max-model-len makes the context shorter", needs)
+    return Check("model memory", "ok", text, facts=needs)
+
+
+def _why(config: EngineConfig, name: str, otherwise: str) -> str:
+    if getattr(config, name) == EngineConfig.model_fields[name].default:
+        return otherwise
+    return f"as {flag_name(name)} or {env_name(name)} says, or the config file"

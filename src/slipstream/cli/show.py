@@ -1,0 +1,169 @@
+"""Describe a model, from its configuration, tokenizer and file headers; no weights are loaded. It must have been fetched."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slipstream.cli.flags import add_model_argument, config_from
+from slipstream.cli.table import columns, count_text, size_text
+from slipstream.errors import ModelError
+
+if TYPE_CHECKING:
+    from slipstream.weights.text_side import Checkpoint
+
+EXAMPLE = "slipstream show smollm2-135m"
+
+_COMPUTE_BYTES = {"float32": 4, "bfloat16": 2}  # of a weight, and of a key or value, in the dtypes models run in
+_DERIVED = ("rotary_emb.inv_freq", "rope_freqs.weight")  # tables, no parameters
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    add_model_argument(parser)
+    parser.add_argument("--config", metavar="FILE", help="TOML file of settings [SLIPSTREAM_CONFIG]")
+    parser.add_argument("--json", action="store_true", help="print a JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command."""
+    from slipstream.weights.source import locate
+    from slipstream.weights.text_side import open_checkpoint
+
+    name = config_from(args, model=args.name).model
+    source = locate(name)
+    if source is None:
+        raise ModelError(f"{name} must have been fetched, but it is not in the cache", hint=f"slipstream pull {name}")
+    facts = describe(open_checkpoint(source))
+    print(json.dumps(facts, indent=2) if args.json else _lines(facts))
+    return 0
+
+
+def describe(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What is known of a checkpoint, as JSON."""
+    config, text, path = checkpoint.config, checkpoint.text, checkpoint.source.path
+    elements = _elements(checkpoint)
+    num_parameters = sum(elements.values())
+    kv_elements = 2 * config.num_layers * config.num_kv_heads * config.head_dim
+    files = [path] if checkpoint.gguf else sorted(one for one in path.iterdir() if one.is_file())
+    return {
+        "name": text.name,
+        "architecture": text.architecture,
+        "num_parameters": num_parameters,
+        "stored_as": dict(elements.most_common()),
+        "context_len": text.context_len,
+        "vocab_size": text.vocab_size,
+        "num_layers": config.num_layers,
+        "hidden_size": config.hidden_size,
+        "num_heads": config.num_heads,
+        "num_kv_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "has_chat_template": text.chat_template is not None,
+        "eos_tokens": {str(one): text.tokenizer.token_text(one) for one in text.eos_token_ids},
+        "sampling_defaults": dict(text.generation_defaults),
+        "license": _license(checkpoint),
+        "path": str(path),
+        "files": {one.name: one.stat().st_size for one in files},
+        "memory_bytes": {
+            dtype: {
+                "weights": num_parameters * size,
+                "kv_per_token": kv_elements * size,
+                "kv_full_context": kv_elements * size * text.context_len,
+            }
+            for dtype, size in _COMPUTE_BYTES.items()
+        },
+    }
+
+
+def _elements(checkpoint: Checkpoint) -> Counter[str]:
+    """How many parameters are stored in which type."""
+    counts: Counter[str] = Counter()
+    if checkpoint.gguf is not None:
+        for name, tensor in checkpoint.gguf.tensors.items():
+            if not name.endswith(_DERIVED):
+                counts[tensor.kind.name] += _product(tensor.shape)
+        return counts
+    from safetensors import SafetensorError, safe_open
+
+    for file in _weight_files(checkpoint.source.path):
+        try:
+            with safe_open(str(file), framework="np") as tensors:
+                for name in tensors.keys():  # noqa: SIM118 - it is no mapping
+                    part = tensors.get_slice(name)
+                    if not name.endswith(_DERIVED):
+                        counts[part.get_dtype()] += _product(part.get_shape())
+        except SafetensorError as error:
+            raise ModelError(
+                f"{file.name} must be a whole safetensors file, but got: {error}", hint="it is cut or damaged; fetch it again"
+            ) from None
+    return counts
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """Those that loading would read."""
+    from slipstream.weights.tokenizer_files import read_json
+
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        names = set(read_json(index).get("weight_map", {}).values())
+        missing = sorted(name for name in names if not (folder / name).is_file())
+        if missing:
+            raise ModelError(f"{missing[0]} must be in the model's folder ({index.name} names it), but it is missing")
+        return [folder / name for name in sorted(names)]
+    files = sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ModelError("the model's folder must hold *.safetensors, but there are none")
+    return files
+
+
+def _license(checkpoint: Checkpoint) -> str | None:
+    """Of the file itself, or of the model card beside it; None where neither says."""
+    if checkpoint.gguf is not None:
+        named = checkpoint.gguf.metadata.get("general.license")
+        return named if isinstance(named, str) else None
+    card = checkpoint.source.path / "README.md"
+    if not card.is_file():
+        return None
+    header = re.match(r"---\n(.*?)\n---", card.read_text("utf-8", errors="replace"), re.DOTALL)
+    line = re.search(r"^license:\s*([^\s#]+)", header.group(1), re.MULTILINE) if header else None
+    return line.group(1).strip("'\"") if line else None
+
+
+def _product(shape: tuple[int, ...] | list[int]) -> int:
+    product = 1
+    for size in shape:
+        product *= size
+    return product
+
+
+def _percent(share: float) -> str:
+    return f"{share:.0%}" if share >= 0.01 else "below 1%"
+
+
+def _lines(facts: Mapping[str, Any]) -> str:
+    stored = [f"{kind} {_percent(count / facts['num_parameters'])}" for kind, count in facts["stored_as"].items()]
+    rows = [
+        ["model", facts["name"]],
+        ["architecture", facts["architecture"]],
+        ["parameters", count_text(facts["num_parameters"])],
+        ["stored as", ", ".join(stored)],
+        ["context", f"{facts['context_len']} tokens"],
+        ["vocabulary", f"{facts['vocab_size']} tokens"],
+        ["layers", f"{facts['num_layers']} of width {facts['hidden_size']}"],
+        ["heads", f"{facts['num_heads']}, with {facts['num_kv_heads']} of keys and values, of width {facts['head_dim']}"],
+        ["chat template", "yes" if facts["has_chat_template"] else "no"],
+        ["ends with", ", ".join(f"{text} ({token})" for token, text in facts["eos_tokens"].items()) or "nothing"],
+        ["sampling", ", ".join(f"{name} {value:g}" for name, value in facts["sampling_defaults"].items()) or "no defaults"],
+        ["license", facts["license"] or "not said"],
+        ["path", facts["path"]],
+        *(["file", f"{name}, {size_text(size)}"] for name, size in facts["files"].items()),
+    ]
+    for dtype, need in facts["memory_bytes"].items():
+        weights, token, full = (size_text(need[key]) for key in ("weights", "kv_per_token", "kv_full_context"))
+        rows.append([f"in {dtype}", f"{weights} of weights, {token} of KV cache a token, {full} for a full context"])
+    return columns(rows)
