@@ -15,7 +15,7 @@ from slipstream.errors import EngineError, InvalidParameter, NonFiniteLogits, Un
 from slipstream.types import MAX_STOP_CHARS, MAX_STOP_STRINGS, UNSUPPORTED_PARAMS, SamplingParams
 
 NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-COUNTS = ("n", "top_k", "max_tokens", "min_tokens", "logprobs", "truncate_prompt_tokens", "seed")
+COUNTS = ("n", "top_k", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "truncate_prompt_tokens", "seed")
 BOOLS = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens")
 NEVER: tuple[Any, ...] = (
     math.nan,
@@ -35,7 +35,11 @@ NEVER: tuple[Any, ...] = (
     b"1",
     1j,
 )
-ZERO_IS_FINE = {"temperature", "min_p", "presence_penalty", "frequency_penalty", "top_k", "min_tokens", "logprobs", "seed"}
+ZERO_IS_FINE = {"temperature", "min_p", "presence_penalty", "frequency_penalty", "top_k", "seed"} | {
+    "min_tokens",
+    "logprobs",
+    "prompt_logprobs",
+}
 MINUS_ONE_IS_FINE = {"presence_penalty", "frequency_penalty", "top_k", "seed"}
 NESTED: Any = []
 for _ in range(10_000):
@@ -105,6 +109,17 @@ def test_bounds_are_part_of_the_range(field: str, low: float, high: float) -> No
 def test_a_temperature_that_would_overflow_the_scores_is_refused(value: float) -> None:
     refused("temperature", value)
     refused("repetition_penalty", value)
+
+
+def test_no_tokens_at_all_only_to_score_the_prompt() -> None:
+    """A07."""
+    refused("max_tokens", 0)
+    assert SamplingParams(max_tokens=0, prompt_logprobs=0).max_tokens == 0
+    with pytest.raises(InvalidParameter, match="max_completion_tokens must be at least 1"):
+        SamplingParams.from_json_fields({"max_completion_tokens": 0})
+    assert SamplingParams.from_json_fields({"max_completion_tokens": 0, "prompt_logprobs": 2}).max_tokens == 0
+    with pytest.raises(InvalidParameter, match="min_tokens"):
+        SamplingParams(max_tokens=0, prompt_logprobs=0, min_tokens=1)
 
 
 @pytest.mark.parametrize("field", ["stop_token_ids", "allowed_token_ids"])

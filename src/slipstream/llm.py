@@ -9,6 +9,7 @@ import sys
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -63,14 +64,16 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        priority: int | Sequence[int] = 0,
         use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
         """Answer prompts; the results are in their order.
 
         Args:
             prompts: one prompt or a list of them. A prompt is text, a list of token ids, {"prompt": text} or
-                {"prompt_token_ids": ids}.
+                {"prompt_token_ids": ids}; an object may also have a "cache_salt": only equal salts share cached pages.
             sampling_params: for all prompts, or one for each. None: the model's own defaults.
+            priority: of all prompts, or one for each; lower runs earlier.
             use_tqdm: show a progress bar on stderr; None: only where stderr is a terminal.
 
         Raises `InvalidRequest` for a bad prompt or parameter before anything runs. If a request fails while running, the others
@@ -78,7 +81,8 @@ class LLM:
         """
         listed = _listed(prompts)
         params = self._per_prompt(sampling_params, len(listed), SamplingParams().max_tokens)
-        return self._answer([_text_or_ids(prompt) for prompt in listed], params, "prompts", use_tqdm)
+        given = [_Given(*_text_or_ids(prompt), one) for prompt, one in zip(listed, _each(priority, len(listed)), strict=True)]
+        return self._answer(given, params, "prompts", use_tqdm)
 
     def chat(
         self,
@@ -96,11 +100,15 @@ class LLM:
         single = bool(messages) and isinstance(messages[0], Mapping)
         conversations: Sequence[Any] = [messages] if single or not messages else messages
         params = self._per_prompt(sampling_params, len(conversations), None)
-        prompts: list[str | Sequence[int]] = []
+        prompts: list[_Given] = []
         for index, conversation in enumerate(conversations):
             with _noting(f"in conversation {index}", len(conversations)):
-                prompts.append(self._frontend.chat_prompt(conversation, add_generation_prompt))
+                prompts.append(_Given(self._frontend.chat_prompt(conversation, add_generation_prompt)))
         return self._answer(prompts, params, "conversations", use_tqdm)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prompts."""
+        self._opened().reset_prefix_cache()
 
     def close(self) -> None:
         """Stop the engine and let go of the model. May be called more than once."""
@@ -127,22 +135,43 @@ class LLM:
             raise InvalidParameter("sampling_params", f"hold one entry for each of the {count} prompts", f"{len(given)} entries")
         return list(given)
 
-    def _answer(
-        self, prompts: Sequence[str | Sequence[int]], params: Sequence[SamplingParams], noun: str, use_tqdm: bool | None
-    ) -> list[RequestOutput]:
+    def _opened(self) -> Engine:
         if self._engine is None:
             raise EngineDead("the LLM must be open, but it has been closed")
+        return self._engine
+
+    def _answer(
+        self, prompts: Sequence[_Given], params: Sequence[SamplingParams], noun: str, use_tqdm: bool | None
+    ) -> list[RequestOutput]:
+        engine = self._opened()
         prepared: list[Prepared] = []
         for index, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
             with _noting(f"in {noun}[{index}]", len(prompts)):
-                prepared.append(self._frontend.prepare(f"llm-{self._num_prompts + index}", prompt, one))
+                prepared.append(
+                    self._frontend.prepare(
+                        f"llm-{self._num_prompts + index}",
+                        prompt.text_or_ids,
+                        one,
+                        priority=prompt.priority,
+                        cache_salt=prompt.cache_salt,
+                    )
+                )
         self._num_prompts += len(prompts)
         try:
-            return _Run(self._engine, self.info, prepared, self._max_waiting).outputs(_shown(use_tqdm))
+            return _Run(engine, self.info, prepared, self._max_waiting).outputs(_shown(use_tqdm))
         except BaseException:
-            if self._engine.has_work:  # what ran could not be aborted: nothing may run behind it
+            if engine.has_work:  # what ran could not be aborted: nothing may run behind it
                 self.close()
             raise
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """A prompt as it was given, and how it is to be queued and cached."""
+
+    text_or_ids: str | Sequence[int]
+    cache_salt: str | None = None
+    priority: int = 0
 
 
 class _Run:
@@ -216,14 +245,23 @@ def _listed(prompts: Any) -> list[Any]:
     return [prompts] if prompts and isinstance(prompts[0], int) else list(prompts)
 
 
-def _text_or_ids(prompt: Any) -> Any:
-    """The text or ids of a prompt; `Frontend.prepare` checks them."""
+def _text_or_ids(prompt: Any) -> tuple[Any, Any]:
+    """The text or ids of a prompt, and its cache salt; `Frontend.prepare` checks them."""
     if not isinstance(prompt, Mapping):
-        return prompt
-    keys = set(prompt)
+        return prompt, None
+    keys = set(prompt) - {"cache_salt"}
     if keys not in ({"prompt"}, {"prompt_token_ids"}):
         raise InvalidParameter("prompt", 'be {"prompt": text} or {"prompt_token_ids": ids}', dict(prompt))
-    return prompt[keys.pop()]
+    return prompt[keys.pop()], prompt.get("cache_salt")
+
+
+def _each(priority: Any, count: int) -> list[Any]:
+    """One priority for each prompt; `Frontend.prepare` checks them."""
+    if isinstance(priority, int):
+        return [priority] * count
+    if not isinstance(priority, Sequence) or isinstance(priority, str) or len(priority) != count:
+        raise InvalidParameter("priority", f"be an integer or a list of {count}, one for each prompt", priority)
+    return list(priority)
 
 
 def _shown(use_tqdm: bool | None) -> bool:

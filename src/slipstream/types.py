@@ -46,13 +46,14 @@ class SamplingParams:
         repetition_penalty: over prompt and output, 0.01 to 100; 1 is off.
         presence_penalty, frequency_penalty: over the output only, -2 to 2.
         seed: 64-bit; None draws one per request.
-        max_tokens: most tokens to generate; None means up to the context.
+        max_tokens: most tokens to generate; None means up to the context. 0 only scores the prompt, with prompt_logprobs.
         min_tokens: EOS, stop ids and stop strings cannot end the answer within the first min_tokens tokens.
         stop: stop strings, matched against the text as the client sees it; the text ends before the one that is complete first
             (behind it with include_stop_str_in_output); of several complete at the same character the longest counts.
         stop_token_ids: token ids that end the answer; their text is left out unless include_stop_str_in_output.
         ignore_eos: the model's EOS ids do not end the answer.
         logprobs: number of most likely tokens to list at each position besides the chosen one, 0 to 20; None is off.
+        prompt_logprobs: the same for each prompt token but the first, 0 to 20; always of the model's own logits. None is off.
         logit_bias: token id -> additive bias, -100 to 100.
         bad_words: words that may not be generated: neither their own token sequence nor that behind a space.
         allowed_token_ids: only these may be generated.
@@ -76,6 +77,7 @@ class SamplingParams:
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     bad_words: tuple[str, ...] = ()
     allowed_token_ids: tuple[int, ...] | None = None
@@ -95,8 +97,10 @@ class SamplingParams:
         _integer("top_k", self.top_k, -1, MAX_COUNT)
         if self.seed is not None:
             _integer("seed", self.seed, -MAX_SEED - 1, MAX_SEED)
-        if self.max_tokens is not None:
-            _integer("max_tokens", self.max_tokens, 1, MAX_COUNT)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _integer(name, getattr(self, name), 0, MAX_LOGPROBS)
+        _max_tokens("max_tokens", self.max_tokens, self.prompt_logprobs)
         _integer("min_tokens", self.min_tokens, 0, MAX_COUNT)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidParameter("min_tokens", f"be at most max_tokens ({self.max_tokens})", self.min_tokens)
@@ -108,8 +112,6 @@ class SamplingParams:
             if not ids:
                 raise InvalidParameter("allowed_token_ids", "name at least one token id", [])
             put("allowed_token_ids", ids)
-        if self.logprobs is not None:
-            _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         put("logit_bias", _bias(self.logit_bias))
         if self.truncate_prompt_tokens is not None:
             _integer("truncate_prompt_tokens", self.truncate_prompt_tokens, 1, MAX_COUNT)
@@ -140,7 +142,7 @@ class SamplingParams:
             older = given.get("max_tokens")
             if older is not None and older != newer:
                 raise InvalidParameter("max_completion_tokens", f"agree with max_tokens ({shown(older)})", newer)
-            _integer("max_completion_tokens", newer, 1, MAX_COUNT)
+            _max_tokens("max_completion_tokens", newer, values.get("prompt_logprobs"))
             values["max_tokens"] = newer
         return cls(**values)
 
@@ -176,7 +178,6 @@ UNSUPPORTED_PARAMS: Mapping[str, tuple[object, ...]] = {
     "dynatemp_range": (0,),
     "xtc_probability": (0,),
     "dry_multiplier": (0,),
-    "prompt_logprobs": (),
     "logits_processors": ([],),
     "response_format": ({"type": "text"},),
     "structured_outputs": (),
@@ -211,12 +212,16 @@ class EngineRequest:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Logprob of one generated token and of the most likely ones at its position, best first."""
+    """Logprob of one token and of the most likely ones at its position, best first.
+
+    `rank` is its own place among all tokens, 1 for the most likely, of equals the lower id first; 0 where nobody counted.
+    """
 
     token_id: int
     logprob: float
     top_ids: tuple[int, ...] = ()
     top_logprobs: tuple[float, ...] = ()
+    rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,6 +231,7 @@ class EngineOutput:
     `stop_reason` is the stop string or stop token id that ended it (None for EOS and length). A token that only ended
     the answer (EOS, stop id) is among `token_ids` and counts in usage; its text is the front's to leave out.
     `error` is (class name in slipstream.errors, message) with finish_reason ERROR.
+    `prompt_logprobs` comes once, with the first output behind the prompt: one entry for each prompt token but the first.
     `queue_s`: seconds from its arrival to its first admission; `num_retractions`: how often it lost its slot under pressure.
     """
 
@@ -241,6 +247,7 @@ class EngineOutput:
     num_accepted: int = 0
     queue_s: float = 0.0
     num_retractions: int = 0
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
 
 
 @dataclass(slots=True)
@@ -257,13 +264,17 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """One prompt with its answers, as `LLM.generate` returns it."""
+    """One prompt with its answers, as `LLM.generate` returns it.
+
+    `prompt_logprobs`, where asked for, has an entry for each prompt token; the first is None: nothing comes before it.
+    """
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     num_cached_tokens: int = 0
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
 
 
 def valid_text(name: str, value: Any) -> str:
@@ -281,6 +292,14 @@ def _integer(name: str, value: Any, low: int, high: int) -> None:
     # bool is an int in Python; `true` in JSON is not a count.
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise InvalidParameter(name, f"be an integer from {low} to {high}", value)
+
+
+def _max_tokens(name: str, value: Any, prompt_logprobs: Any) -> None:
+    if value is None:
+        return
+    _integer(name, value, 0, MAX_COUNT)
+    if value == 0 and prompt_logprobs is None:
+        raise InvalidParameter(name, "be at least 1", value, hint="0 only scores the prompt: with prompt_logprobs, or echo")
 
 
 def _number(name: str, value: Any, low: float, high: float) -> float:

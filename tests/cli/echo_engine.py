@@ -38,7 +38,9 @@ class EchoEngine:
         self.requests.append(request)
         params = request.params
         answer = list(request.prompt_token_ids[: params.max_tokens])
-        self._running[request.request_id] = answer if params.ignore_eos else [*answer[: (params.max_tokens or 1) - 1], EOS_ID]
+        if not params.ignore_eos:
+            answer = [*answer[: None if params.max_tokens is None else params.max_tokens - 1], EOS_ID]
+        self._running[request.request_id] = answer
 
     def abort(self, request_id: str) -> None:
         if self._running.pop(request_id, None) is not None:

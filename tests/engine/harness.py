@@ -49,6 +49,7 @@ class Answer:
     terminal_events: int = 0
     num_drafted: int = 0
     num_accepted: int = 0
+    prompt_logprobs: list[TokenLogprobs] | None = None
     num_cached_tokens: int = 0
     num_retractions: int = 0
 
@@ -103,6 +104,9 @@ def collect(engine: Engine, answers: dict[str, Answer]) -> None:
         assert answer.finish_reason is None, f"{output.request_id} got news after it had ended"
         answer.token_ids.extend(output.token_ids)
         answer.logprobs.extend(output.logprobs or ())
+        if output.prompt_logprobs is not None:
+            assert answer.prompt_logprobs is None, f"{output.request_id} got the logprobs of its prompt twice"
+            answer.prompt_logprobs = list(output.prompt_logprobs)
         if output.finish_reason is not None:
             answer.finish_reason, answer.stop_reason, answer.error = output.finish_reason, output.stop_reason, output.error
             answer.terminal_events += 1

@@ -16,7 +16,15 @@ from tests.engine.test_equality import EACH_PARAMETER, GREEDY_AND_SEEDED, params
 from tests.oracle import Logits, OracleAnswer, generate, transformers_logits
 
 PLAIN = ByteTokenizer()
-NOT_THE_ORACLES = ("n", "include_stop_str_in_output", "skip_special_tokens", "truncate_prompt_tokens", "bad_words", "seed")
+NOT_THE_ORACLES = (
+    "n",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+    "truncate_prompt_tokens",
+    "bad_words",
+    "seed",
+    "prompt_logprobs",
+)
 
 
 def text_of(ids: Sequence[int]) -> str:

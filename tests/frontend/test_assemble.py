@@ -176,11 +176,11 @@ def test_several_answers_and_usage() -> None:
     for index in (2, 0, 1):
         assert not assembler.is_finished
         delta = assembler.push(
-            EngineOutput(names[index], tuple(ids("ab!")), finish_reason=FinishReason.LENGTH, num_cached_tokens=index)
+            EngineOutput(names[index], tuple(ids("ab!")), finish_reason=FinishReason.LENGTH, num_cached_tokens=7 - index)
         )
         assert delta.index == index
     assert assembler.is_finished
-    assert (assembler.num_prompt_tokens, assembler.num_output_tokens, assembler.num_cached_tokens) == (3, 6, 2)
+    assert (assembler.num_prompt_tokens, assembler.num_output_tokens, assembler.num_cached_tokens) == (3, 6, 7)
     result = assembler.request_output()
     assert (result.request_id, result.prompt, result.prompt_token_ids) == ("r", "xyz", ids("xyz"))
     assert [output.index for output in result.outputs] == [0, 1, 2]

@@ -35,6 +35,7 @@ class EchoEngine:
         self.seen: list[EngineRequest] = []
         self.most_waiting = 0
         self.closed = 0
+        self.resets = 0
         self.before_step: Callable[[], None] = lambda: None
 
     @property
@@ -50,6 +51,9 @@ class EchoEngine:
         self.seen.append(request)
         self.most_waiting = max(self.most_waiting, len(self.queue))
 
+    def reset_prefix_cache(self) -> None:
+        self.resets += 1
+
     def abort(self, request_id: str) -> None:
         self.queue = deque(request for request in self.queue if request.request_id != request_id)
         self.running.pop(request_id, None)
@@ -64,7 +68,7 @@ class EchoEngine:
         news, self.news = self.news, []
         for name, outputs in list(self.running.items()):
             output = next(outputs)
-            if output.token_ids[0] == BAD:
+            if output.token_ids[:1] == (BAD,):
                 output = EngineOutput(name, finish_reason=FinishReason.ERROR, error=("NonFiniteLogits", "not finite"))
             if output.finish_reason is not None:
                 del self.running[name]
@@ -130,6 +134,34 @@ def test_parameters_for_all_for_each_and_by_default(llm: LLM, engine: EchoEngine
         assert caught.value.param == "sampling_params"
 
 
+def test_priorities_and_salts(llm: LLM, engine: EchoEngine) -> None:
+    llm.generate(["a", {"prompt": "b", "cache_salt": "mine"}], priority=[3, -1])
+    assert [(one.priority, one.cache_salt) for one in engine.seen] == [(3, ""), (-1, "mine")]
+    llm.generate([{"prompt_token_ids": [5], "cache_salt": None}], priority=7)
+    assert (engine.seen[-1].priority, engine.seen[-1].cache_salt) == (7, "")
+    for bad in ([1], [1, 2, 3], "12", None, 2**31, [0, 1.0]):
+        with pytest.raises(InvalidParameter, match="priority"):
+            llm.generate(["a", "b"], priority=bad)  # type: ignore[arg-type]
+    with pytest.raises(InvalidParameter, match="cache_salt"):
+        llm.generate({"prompt": "a", "cache_salt": ""})
+
+
+def test_the_prefix_cache_can_be_reset(llm: LLM, engine: EchoEngine) -> None:
+    llm.reset_prefix_cache()
+    assert engine.resets == 1
+    llm.close()
+    with pytest.raises(EngineDead):
+        llm.reset_prefix_cache()
+
+
+def test_prompt_logprobs(llm: LLM) -> None:
+    (output,) = llm.generate("abc", SamplingParams(prompt_logprobs=0, max_tokens=0))
+    assert output.outputs[0].token_ids == [] and output.outputs[0].finish_reason == "length"
+    assert output.prompt_logprobs is not None and output.prompt_logprobs[0] is None
+    assert [one.token_id for one in output.prompt_logprobs[1:] if one] == output.prompt_token_ids[1:]
+    assert llm.generate("abc")[0].prompt_logprobs is None
+
+
 def test_several_answers(llm: LLM) -> None:
     (output,) = llm.generate("ab", SamplingParams(n=3))
     assert [(one.index, one.text) for one in output.outputs] == [(0, "ab"), (1, "ab"), (2, "ab")]
@@ -170,7 +202,7 @@ def test_chat(llm: LLM, engine: EchoEngine) -> None:
     hi = [{"role": "user", "content": "hi"}]
     (output,) = llm.chat(hi)
     assert (output.prompt, output.outputs[0].text) == ("user:hi;>", "user:hi;>")
-    assert engine.seen[0].params.max_tokens == 64 - 9
+    assert engine.seen[0].params.max_tokens is None
     assert texts(llm.chat([hi, hi], SamplingParams(max_tokens=4))) == ["user", "user"]
     assert texts(llm.chat(hi, add_generation_prompt=False)) == ["user:hi;"]
     for wrong in ([], [[]], "hi", [{"role": "robot", "content": "x"}], None):

@@ -79,10 +79,9 @@ def test_ids_of_a_padded_head_are_accepted_up_to_the_last() -> None:
 def test_the_answer_may_fill_the_context_and_no_more() -> None:
     front = frontend()
     prepared = front.prepare("r", "a" * 30, NO_LIMIT)
-    assert prepared.params.max_tokens == 2
-    assert [request.params.max_tokens for request in prepared.requests] == [2]
+    assert [request.params.max_tokens for request in prepared.requests] == [None], "the engine knows what is left"
     assert front.prepare("r", "a" * 30, SamplingParams(max_tokens=2)).params.max_tokens == 2
-    assert front.prepare("r", "a" * 31, NO_LIMIT).params.max_tokens == 1
+    assert front.prepare("r", "a" * 31, NO_LIMIT).requests[0].params.max_tokens is None
 
 
 @pytest.mark.parametrize(
@@ -119,7 +118,39 @@ def test_min_tokens_that_the_context_cannot_hold() -> None:
 def test_more_logprobs_than_tokens() -> None:
     tiny = 10 - FakeTokenizer().vocab_size
     assert refused([1], SamplingParams(logprobs=11), padding=tiny).param == "logprobs"
+    assert refused([1], SamplingParams(prompt_logprobs=11), padding=tiny).param == "prompt_logprobs"
     assert frontend(padding=tiny).prepare("r", [1], SamplingParams(logprobs=10))
+
+
+def test_the_prompt_is_scored_once_for_all_answers() -> None:
+    requests = frontend().prepare("r", "abc", SamplingParams(n=3, prompt_logprobs=2)).requests
+    assert [request.params.prompt_logprobs for request in requests] == [2, None, None]
+    requests = frontend().prepare("r", "abc", SamplingParams(n=2, prompt_logprobs=2, max_tokens=0)).requests
+    assert [request.params.prompt_logprobs for request in requests] == [2, 2]
+
+
+def test_a_prompt_that_fills_the_context_can_be_scored() -> None:
+    params = SamplingParams(max_tokens=0, prompt_logprobs=0)
+    assert frontend().prepare("r", "a" * 32, params).params.max_tokens == 0
+    with pytest.raises(ContextLengthExceeded):
+        frontend().prepare("r", "a" * 33, params)
+
+
+def test_priority_salt_and_parent_travel_with_every_answer() -> None:
+    prepared = frontend().prepare("r", "abc", SamplingParams(n=3), priority=-(2**31), cache_salt="s" * 256)
+    assert [request.priority for request in prepared.requests] == [-(2**31)] * 3
+    assert [request.cache_salt for request in prepared.requests] == ["s" * 256] * 3
+    assert [request.parent_id for request in prepared.requests] == [None, "r#0", "r#0"]
+    plain = frontend().prepare("r", "abc", SamplingParams()).requests[0]
+    assert (plain.priority, plain.cache_salt, plain.parent_id) == (0, "", None)
+
+
+@pytest.mark.parametrize("field", ["priority", "cache_salt"])
+@pytest.mark.parametrize("value", [2**31, -(2**31) - 1, 1.0, True, "", "s" * 257, "\ud800", [], b"s"])
+def test_bad_priorities_and_salts(field: str, value: Any) -> None:
+    with pytest.raises(InvalidParameter) as caught:
+        frontend().prepare("r", "abc", SamplingParams(), **{field: value})
+    assert caught.value.param == field
 
 
 def test_unseeded_requests_draw_different_signed_64_bit_seeds() -> None:

@@ -10,6 +10,8 @@ say(TEXT)     the answer is TEXT and EOS; by default "hello world"
 [hang]        the answer never begins
 [freeze=9]    the whole step takes nine seconds
 [refuse]      refused by the engine before it starts
+[cached=5]    five prompt tokens came from the cache, unless it was reset
+[tell]        the answer is the request's priority, cache salt and parent
 """
 
 from __future__ import annotations
@@ -50,6 +52,7 @@ class FakeEngine:
         self._prompts: dict[str, str] = {}
         self._steps_of: dict[str, int] = {}
         self._news: list[EngineOutput] = []
+        self._was_reset = False
         self._stats = EngineStats(num_pages=width)
 
     @property
@@ -93,13 +96,17 @@ class FakeEngine:
                 error = ("NonFiniteLogits", "the model's logits must be finite, but got NaN")
                 news.append(EngineOutput(request_id, finish_reason=FinishReason.ERROR, error=error))
             else:
-                news.append(next(self._running[request_id]))
+                cached = 0 if self._was_reset else int(_option(text, "cached") or 0)
+                news.append(replace(next(self._running[request_id]), num_cached_tokens=cached))
             if news and news[-1].request_id == request_id and news[-1].finish_reason is not None:
                 del self._running[request_id], self._prompts[request_id]
         time.sleep(delay)
         self._stats.num_steps += bool(news)
         self._stats.num_output_tokens += sum(len(output.token_ids) for output in news)
         return news
+
+    def reset_prefix_cache(self) -> None:
+        self._was_reset = True
 
     def stats(self) -> EngineStats:
         stats = self._stats
@@ -171,23 +178,33 @@ def _answer(request: EngineRequest, text: str) -> Iterator[EngineOutput]:
     if "[random]" in text:
         draw = random.Random(0 if request.params.temperature == 0 else request.seed)
         tokens = [ord(draw.choice("abcdefghijklmnopqrstuvwxyz ")) for _ in range(4096)]
+    elif "[tell]" in text:
+        parent = request.parent_id and request.parent_id.rpartition("#")[2]
+        tokens = [*TOKENIZER.encode(f"{request.priority} {request.cache_salt!r} {parent}"), EOS_ID]
     else:
         tokens = [*TOKENIZER.encode(said.group(1) if said else "hello world"), *[EOS_ID] * 64]
     run = int(_option(text, "run") or 1)
     for output in settled(request, tokens, [run] * 4096, TOKENIZER, (EOS_ID,)):
-        yield output if output.logprobs is None else replace(output, logprobs=_with_top(output, request.params.logprobs or 0))
+        yield replace(
+            output,
+            logprobs=_with_top(output.logprobs, request.params.logprobs),
+            prompt_logprobs=_with_top(output.prompt_logprobs, request.params.prompt_logprobs),
+        )
 
 
-def _with_top(output: EngineOutput, num_top: int) -> tuple[TokenLogprobs, ...]:
+def _with_top(entries: tuple[TokenLogprobs, ...] | None, num_top: int | None) -> tuple[TokenLogprobs, ...] | None:
     """Beside each token, the ids above it, a little less likely each."""
+    if entries is None or num_top is None:
+        return None
     return tuple(
         TokenLogprobs(
             token,
             -0.5,
             tuple((token + step) % VOCAB_SIZE for step in range(num_top)),
             tuple(-0.5 - step if step < 19 else float("-inf") for step in range(num_top)),
+            rank=1,
         )
-        for token in output.token_ids
+        for token in (one.token_id for one in entries)
     )
 
 

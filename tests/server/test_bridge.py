@@ -47,6 +47,24 @@ async def test_answers_go_to_their_own_streams(client: EngineClient) -> None:
     assert client.num_open == 0 and (await client.stats()).num_running == 0
 
 
+async def test_a_reset_of_the_prefix_cache_returns_once_it_is_done(client: EngineClient) -> None:
+    assert (await anext(client.generate([request("a", "say(x) [cached=3]")])))[0].num_cached_tokens == 3
+    await client.reset_prefix_cache()
+    assert (await anext(client.generate([request("b", "say(x) [cached=3]")])))[0].num_cached_tokens == 0
+
+
+async def test_a_reset_that_is_not_answered_in_time_is_no_success(client: EngineClient) -> None:
+    stream = client.generate([request("slow", "[freeze=1] say(x)")])
+    await asyncio.sleep(0.2)
+    with pytest.raises(EngineBusy, match="answer within"):
+        await client.reset_prefix_cache(timeout_s=0.1)
+    await anext(stream)
+    assert client.pid is not None
+    os.kill(client.pid, signal.SIGKILL)
+    with pytest.raises(EngineDead):
+        await client.reset_prefix_cache()
+
+
 async def test_closing_a_stream_aborts_it_and_no_other(client: EngineClient) -> None:
     """S27."""
     hanging, other = client.generate([request("r1", "[hang]")]), client.generate([request("r10", "say(other) [delay=0.02]")])

@@ -82,6 +82,12 @@ def test_aborts(pair: Pair) -> None:
     assert [output.finish_reason for output in news["r1"]] == [FinishReason.ABORT] and text(news["r10"]) == "ok"
 
 
+def test_a_reset_of_the_prefix_cache_is_done_before_what_comes_behind_it(pair: Pair) -> None:
+    cached = wire.Add((request("a", "say(x) [cached=3]"),))
+    assert outputs(run(pair, cached, wire.Stop(drain=True)))["a"][0].num_cached_tokens == 3
+    assert outputs(run(pair, wire.ResetPrefixCache(), cached, wire.Stop(drain=True)))["a"][0].num_cached_tokens == 0
+
+
 def test_stats_of_an_idle_loop(pair: Pair) -> None:
     (stats,) = run(pair, wire.GetStats(7), wire.Stop())
     assert isinstance(stats, wire.Stats) and stats.number == 7 and stats.stalled_s == 0 and stats.stats.num_pages == 2

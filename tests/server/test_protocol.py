@@ -31,9 +31,9 @@ def test_chat_refuses_what_does_not_run(name: str, neutral: tuple[object, ...]) 
     assert caught.value.param == name and name in caught.value.message
 
 
-def test_true_is_not_one() -> None:
+def test_zero_is_not_false() -> None:
     with pytest.raises(Unsupported):
-        completion_call({**COMPLETION, "priority": False})
+        completion_call({**COMPLETION, "return_token_ids": 0})
 
 
 @pytest.mark.parametrize(

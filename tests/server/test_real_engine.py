@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,33 +14,18 @@ import pytest
 from slipstream import LLM, SamplingParams
 from tests.server.events import complete_events, finish_reasons, texts
 from tests.server.live import LiveServer
-from tests.tiny_checkpoints import edit_json, save, tiny
 
-TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}<|im_end|>{% endfor %}<|im_start|>"
 PROMPTS = ["hello", "a", "the sea is", "01234567890123456789012345678901234567890"]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = save(tiny("llama", eos_token_id=[2, 40]), tmp_path_factory.mktemp("tiny"))
-    edit_json(folder / "tokenizer_config.json", chat_template=TEMPLATE)
-    return folder
+def server(real_server: LiveServer) -> LiveServer:
+    return real_server
 
 
 @pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[LiveServer]:
-    flags = ["--port", "0", "--dtype", "float64", "--served-model-name", "fake", "--num-threads", "1", "--max-num-seqs", "8"]
-    with LiveServer(command=("-m", "slipstream.cli.main", "serve", str(folder), "--debug", *flags)) as live:
-        yield live
-        live.until_idle()
-        assert live.gauge("kv_cache_usage_perc") == 0
-        live.signal(signal.SIGTERM)
-        assert live.wait() == 0
-
-
-@pytest.fixture(scope="module")
-def llm(folder: Path) -> Iterator[LLM]:
-    with LLM(str(folder), dtype="float64", num_threads=1) as llm:
+def llm(real_folder: Path) -> Iterator[LLM]:
+    with LLM(str(real_folder), dtype="float64", num_threads=1) as llm:
         yield llm
 
 
@@ -77,6 +61,47 @@ def test_logprobs_belong_to_their_tokens(server: LiveServer, llm: LLM) -> None:
         assert got["tokens"][place] in top and len(top) in (2, 3)
         assert list(top.values())[:2] == pytest.approx(mine.top_logprobs[:2], abs=1e-6)
     assert got["text_offset"][0] == 0 and got["text_offset"] == sorted(got["text_offset"])
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1])
+@pytest.mark.parametrize("as_ids", [False, True])
+def test_prompts_are_scored_as_evaluations_ask(server: LiveServer, llm: LLM, max_tokens: int, as_ids: bool) -> None:
+    """K05, and what lm-eval's local-completions sends: a list of prompts, echo, logprobs, nothing or one token to generate."""
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, prompt_logprobs=1)
+    wanted = llm.generate(PROMPTS, params, use_tqdm=False)
+    prompts = [output.prompt_token_ids for output in wanted] if as_ids else PROMPTS
+    asked = {"temperature": 0, "max_tokens": max_tokens, "logprobs": 1, "echo": True, "seed": 1234}
+    for _ in range(2):
+        body = server.complete(prompts, **asked).json()
+        assert body["usage"]["completion_tokens"] == max_tokens * len(PROMPTS)
+        for output, choice in zip(wanted, body["choices"], strict=True):
+            got, length = choice["logprobs"], len(output.prompt_token_ids)
+            assert choice["finish_reason"] in ("length", "stop") and choice["text"].startswith(output.prompt or "?")
+            assert got["token_logprobs"][0] is got["top_logprobs"][0] is None
+            assert all(len(got[name]) == length + max_tokens for name in got)
+            assert output.prompt_logprobs is not None
+            for place, mine in list(enumerate(output.prompt_logprobs))[1:]:
+                assert mine is not None and mine.token_id == output.prompt_token_ids[place]
+                assert got["token_logprobs"][place] == pytest.approx(mine.logprob, abs=1e-6)
+                # How lm-eval tells whether the continuation is the greedy one.
+                is_greedy = got["token_logprobs"][place] == max(got["top_logprobs"][place].values())
+                assert is_greedy == (mine.rank == 1)
+
+
+def test_echo_streamed_and_whole(server: LiveServer) -> None:
+    fields = {"max_tokens": 5, "seed": 3, "logprobs": 2, "echo": True, "n": 2}
+    whole = server.complete(PROMPTS, **fields).json()
+    events = complete_events(server.complete(PROMPTS, stream=True, stream_options={"include_usage": True}, **fields))
+    assert events[-1]["usage"] == whole["usage"]
+    for wanted in whole["choices"]:
+        own = [event["choices"][0] for event in events[:-1] if event["choices"][0]["index"] == wanted["index"]]
+        assert own[0]["text"] == PROMPTS[wanted["index"] // 2]
+        assert "".join(piece["text"] for piece in own) == wanted["text"]
+        for name in ("tokens", "text_offset", "token_logprobs"):
+            pieces = [value for piece in own for value in piece["logprobs"][name]]
+            assert pieces == (wanted["logprobs"][name] if name != "token_logprobs" else pytest.approx(wanted["logprobs"][name]))
+        offsets, text = wanted["logprobs"]["text_offset"], wanted["text"]
+        assert offsets == sorted(offsets) and offsets[-1] <= len(text)
 
 
 def test_chat(server: LiveServer, llm: LLM) -> None:

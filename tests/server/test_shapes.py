@@ -9,7 +9,8 @@ import msgspec
 import pytest
 
 from slipstream.frontend.assemble import Delta
-from slipstream.server.shapes import MIN_LOGPROB, ChatShape, CompletionShape, token_name, usage_object
+from slipstream.server.logprobs import MIN_LOGPROB, token_name
+from slipstream.server.shapes import ChatShape, CompletionShape, usage_object
 from slipstream.testing.byte_tokenizer import EOS_ID, ByteTokenizer
 from slipstream.types import SamplingParams, TokenLogprobs
 

@@ -18,11 +18,12 @@ TO_ENGINE: list[wire.ToEngine] = [
     wire.Add(
         (
             EngineRequest("r#0", (1, 2), PARAMS, -(2**63), ((4, 5),), ("regex", "a+")),
-            EngineRequest("r#1", (), SamplingParams(), 0),
+            EngineRequest("r#1", (), SamplingParams(), 0, priority=-(2**31), cache_salt="ü", parent_id="r#0"),
         )
     ),
     wire.Abort(("r#0", "")),
     wire.GetStats(2**40),
+    wire.ResetPrefixCache(),
     wire.Stop(),
     wire.Stop(drain=True),
 ]
@@ -35,7 +36,8 @@ TO_FRONT: list[wire.ToFront] = [
                 "r#0", (1, 2), (TokenLogprobs(1, -0.5, (1, 2), (-0.5, -1e30)), TokenLogprobs(2, 0.0)), num_prompt_tokens=3
             ),
             EngineOutput("r#1", (), None, FinishReason.STOP, "ü", num_drafted=4, num_accepted=2),
-            EngineOutput("r#2", (9,), None, FinishReason.STOP, 9),
+            EngineOutput("r#2", (9,), None, FinishReason.STOP, 9, num_cached_tokens=2),
+            EngineOutput("r#4", prompt_logprobs=(TokenLogprobs(1, -0.5, (1,), (-0.5,), 1), TokenLogprobs(2, -3.0, rank=9))),
             EngineOutput("r#3", finish_reason=FinishReason.ERROR, error=("NonFiniteLogits", "the model ...")),
         )
     ),

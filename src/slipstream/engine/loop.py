@@ -160,13 +160,14 @@ class Engine:
         """Check what the front has checked once more, where a bad value would hurt; returns the request's limit."""
         check_request(request, self.vocab_size)
         prompt_len, room = len(request.prompt_token_ids), self.context_len - len(request.prompt_token_ids)
-        if prompt_len < 1 or room < 1:
+        max_tokens = request.params.max_tokens
+        if prompt_len < 1 or room < (0 if max_tokens == 0 else 1):
             raise InvalidParameter("prompt", f"have 1 to {self.context_len - 1} tokens", f"{prompt_len} tokens")
         ledger = self.scheduler.ledger
         pool = ledger.num_pages * ledger.page_size
-        if request.params.max_tokens is None:
-            room = max(1, min(room, pool - prompt_len))  # an answer without a bound of its own ends where the pool ends
-        limit = prompt_len + min(request.params.max_tokens or room, room)
+        if max_tokens is None:
+            max_tokens = max(1, pool - prompt_len)  # an answer without a bound of its own ends where the pool ends
+        limit = prompt_len + min(max_tokens, room)
         if not ledger.fits_ever(limit):
             raise NeverFits(
                 f"a request must fit the KV pool of {pool} tokens, but prompt and max_tokens need {limit}",

@@ -7,7 +7,8 @@ A plan decides everything: who runs, how many prompt tokens, how many nodes, whi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,7 +62,11 @@ class PageDelta:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A run of prompt tokens [start, start + num_tokens) of one slot; a last chunk samples the next token."""
+    """A run of prompt tokens [start, start + num_tokens) of one slot; a last chunk samples the next token.
+
+    `num_prompt_logprobs`: None, or how many of the most likely tokens to list at each of its positions whose next token is of
+    the prompt: at all of them, but for the last position of a last chunk.
+    """
 
     slot: int
     epoch: int
@@ -69,6 +74,12 @@ class Chunk:
     start: int
     num_tokens: int
     is_last: bool
+    num_prompt_logprobs: int | None = None
+
+    @property
+    def num_scored(self) -> int:
+        """Positions whose next token's logprob is wanted: the first ones of the chunk."""
+        return 0 if self.num_prompt_logprobs is None else self.num_tokens - self.is_last
 
     @property
     def num_nodes(self) -> int:
@@ -137,11 +148,27 @@ class StepLogprobs:
 
     Attributes:
         rows: index into the result's rows -> index into the arrays below.
-        chosen: [L, depth + 1] float32. top_ids, top_logprobs: [L, depth + 1, k], best first.
+        chosen, ranks: [L, depth + 1] float32, int64. top_ids, top_logprobs: [L, depth + 1, k], best first.
     """
 
     rows: dict[int, int]
     chosen: FloatArray
+    ranks: IntArray
+    top_ids: IntArray
+    top_logprobs: FloatArray
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkLogprobs:
+    """Logprobs of the prompt tokens behind the first n positions of a chunk (`Chunk.num_scored`).
+
+    Attributes:
+        tokens, chosen, ranks: [n] int64, float32, int64. top_ids, top_logprobs: [n, k], best first.
+    """
+
+    tokens: IntArray
+    chosen: FloatArray
+    ranks: IntArray
     top_ids: IntArray
     top_logprobs: FloatArray
 
@@ -159,6 +186,7 @@ class StepResult:
         grammar_errors: row -> what went wrong with its grammar.
         logprobs: None when no row asked.
         device_s: seconds the device step took.
+        prompt_logprobs: place in the plan's chunks -> logprobs, for those that asked.
     """
 
     step: int
@@ -169,3 +197,4 @@ class StepResult:
     grammar_errors: dict[int, str]
     logprobs: StepLogprobs | None
     device_s: float
+    prompt_logprobs: Mapping[int, ChunkLogprobs] = field(default_factory=dict)

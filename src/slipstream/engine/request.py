@@ -10,7 +10,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from slipstream.cache.ledger import Holding
-from slipstream.types import EngineRequest, FinishReason
+from slipstream.types import EngineRequest, FinishReason, TokenLogprobs
 
 
 @dataclass(slots=True, eq=False)
@@ -26,6 +26,8 @@ class Request:
         prefill_len: tokens to prefill before it samples: len(tokens) when it was admitted.
         prefilled: of those, how many have been launched or were cached.
         steps_in_flight: for each unsettled step in which it samples, the most tokens that step may commit.
+        prompt_logprobs: entry i is of prompt token i + 1; all that has been settled and not yet handed out.
+        has_prompt_logprobs: they are complete and have been handed out: nothing is left to ask for.
         finish_reason: set once, when it has ended; later results of it are dropped.
         is_leaving: it will be retracted once its last step is settled; no further step names it.
         num_cached: prompt tokens found in the prefix cache when it was first admitted. queue_s: how long that took.
@@ -41,6 +43,8 @@ class Request:
     prefill_len: int = 0
     prefilled: int = 0
     steps_in_flight: deque[int] = field(default_factory=deque)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    has_prompt_logprobs: bool = False
     finish_reason: FinishReason | None = None
     is_leaving: bool = False
     num_cached: int = 0
@@ -64,6 +68,11 @@ class Request:
     def num_output(self) -> int:
         """Settled output tokens."""
         return len(self.tokens) - self.prompt_len
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """How many prompt logprobs its chunks must ask for at each position; None: none at all, or none any more."""
+        return None if self.has_prompt_logprobs else self.request.params.prompt_logprobs
 
     @property
     def is_prefilling(self) -> bool:

@@ -54,6 +54,7 @@ class RowLogprobs:
             return StepLogprobs(
                 rows={row: place for place, row in enumerate(wanted)},
                 chosen=found.chosen.numpy(force=True),
+                ranks=found.ranks.numpy(force=True),
                 top_ids=found.top_ids.numpy(force=True),
                 top_logprobs=found.top_logprobs.numpy(force=True),
             )

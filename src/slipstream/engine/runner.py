@@ -22,6 +22,7 @@ from slipstream.engine.device_state import DeviceState
 from slipstream.engine.drafting import Drafting
 from slipstream.engine.masks import MaskPort
 from slipstream.engine.plan import StepPlan, StepResult
+from slipstream.engine.prompt_logprobs import prompt_logprobs
 from slipstream.engine.row_logprobs import LogprobsMode, RowLogprobs
 from slipstream.engine.step_index import StepIndex
 from slipstream.models.base import CausalLM
@@ -102,6 +103,7 @@ class Runner:
             who = Rows(sampled.slots, rows.epochs.index_select(0, index.sampled_parts))
             self._drafting.observe(plan, index, who, sampled.base_lens, verdict, taps)
             logprobs = self._logprobs.of(plan, sampled, logits, params, verdict, allowed)
+            of_prompts = prompt_logprobs(plan, index, hidden, self.state.history, self.model)
             with declared("the result travels to the host"):
                 tokens, accept_lens = verdict.tokens.numpy(force=True), verdict.accept_lens.numpy(force=True)
                 non_finite = verdict.non_finite.numpy(force=True)
@@ -117,6 +119,7 @@ class Runner:
             grammar_errors=errors,
             logprobs=logprobs,
             device_s=time.perf_counter() - started,
+            prompt_logprobs=of_prompts,
         )
 
     def close(self) -> None:

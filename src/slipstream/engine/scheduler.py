@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from slipstream.cache.ledger import Holding, Ledger, Match
+from slipstream.cache.ledger import NO_MATCH, Holding, Ledger, Match
 from slipstream.engine.plan import Admit, Chunk, PageDelta, Retire, StepPlan, VerifyRow
 from slipstream.engine.policy import Policy, RankedList, victim_of_pressure, victim_of_priority
 from slipstream.engine.request import Request
@@ -205,6 +205,8 @@ class Scheduler:
         return found
 
     def _match(self, request: Request) -> Match:
+        if request.num_prompt_logprobs is not None:  # logits at every position of its prompt are needed
+            return NO_MATCH
         drafter = self._drafter_of(request)
         parent = self._parent(request)
         sibling = parent.holding if parent is not None and request.num_output == 0 and parent.has_launched_prompt else None
@@ -248,8 +250,10 @@ class Scheduler:
         count = min(request.prefill_len - start, budget)
         request.prefilled += count
         holding = _holding(request)
-        drafter = self._drafter_of(request)
-        draft.chunks.append(Chunk(holding.slot, holding.epoch, drafter, start, count, is_last=not request.is_prefilling))
+        drafter, is_last = self._drafter_of(request), not request.is_prefilling
+        draft.chunks.append(
+            Chunk(holding.slot, holding.epoch, drafter, start, count, is_last, request.num_prompt_logprobs)
+        )
         draft.prompts.append(request)
         return count
 

@@ -9,11 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import numpy as np
+
 from slipstream.engine.cut import Cut, cut
-from slipstream.engine.plan import StepLogprobs, StepResult
+from slipstream.engine.plan import Chunk, ChunkLogprobs, StepLogprobs, StepResult
 from slipstream.engine.request import Request
 from slipstream.engine.scheduler import Launched, Scheduler
 from slipstream.engine.stats import EngineStats
+from slipstream.errors import InvariantBroken
 from slipstream.types import EngineOutput, EngineRequest, FinishReason, TokenLogprobs
 
 
@@ -56,6 +59,10 @@ class Settler:
         """Take one step's result; returns the news of each request that is still there."""
         self._scheduler.settled(launched)
         outputs: list[EngineOutput] = []
+        chunks = launched.plan.chunks
+        for place, (request, chunk) in enumerate(zip(launched.named[: len(chunks)], chunks, strict=True)):
+            if request.finish_reason is None and place in result.prompt_logprobs:
+                outputs.extend(self._settle_prompt(request, chunk, result.prompt_logprobs[place]))
         for row, (request, planned) in enumerate(zip(launched.sampled, launched.plan.sampled, strict=True)):
             request.steps_in_flight.popleft()
             if request.finish_reason is None:
@@ -68,6 +75,18 @@ class Settler:
         self._finders.pop(request.request_id, None)
         self._scheduler.retire(request)
         return _news(request, finish_reason=reason, error=error)
+
+    def _settle_prompt(self, request: Request, chunk: Chunk, found: ChunkLogprobs) -> list[EngineOutput]:
+        """Keep the logprobs of a chunk; a request whose prompt is computed anew overwrites what it had from there on."""
+        if np.isnan(found.chosen).any():
+            return [self.end(request, FinishReason.ERROR, ("NonFiniteLogits", NOT_FINITE))]
+        if chunk.start > len(request.prompt_logprobs):
+            raise InvariantBroken(
+                f"chunks must be settled in order, but {request.request_id} got position {chunk.start} "
+                f"behind {len(request.prompt_logprobs)}"
+            )
+        request.prompt_logprobs[chunk.start :] = _token_logprobs(found, chunk.num_prompt_logprobs or 0)
+        return []
 
     def _settle_row(self, request: Request, row: int, result: StepResult, drafted: int) -> EngineOutput:
         accepted, sick = int(result.accept_lens[row]), int(result.non_finite[row])
@@ -91,6 +110,10 @@ class Settler:
         self._stats.num_drafts += drafted > 0
         self._stats.num_drafted += drafted
         self._stats.num_accepted += agreed
+        of_prompt = None
+        if request.num_prompt_logprobs is not None:
+            of_prompt, request.prompt_logprobs = tuple(request.prompt_logprobs), []
+            request.has_prompt_logprobs = True
         if ended.finish_reason is not None:
             request.finish_reason = ended.finish_reason
             self._finders.pop(request.request_id, None)
@@ -102,6 +125,7 @@ class Settler:
             finish_reason=ended.finish_reason,
             stop_reason=ended.stop_reason,
             error=error,
+            prompt_logprobs=of_prompt,
         )
 
     def _cut(self, request: Request, run: list[int], grammar_end: int) -> Cut:
@@ -151,6 +175,15 @@ def _row_logprobs(
             float(logprobs.chosen[at, place]),
             tuple(logprobs.top_ids[at, place, :num_top].tolist()),
             tuple(logprobs.top_logprobs[at, place, :num_top].tolist()),
+            int(logprobs.ranks[at, place]),
         )
         for place, token in enumerate(kept)
     )
+
+
+def _token_logprobs(found: ChunkLogprobs, num_top: int) -> list[TokenLogprobs]:
+    columns = (found.tokens, found.chosen, found.top_ids[:, :num_top], found.top_logprobs[:, :num_top], found.ranks)
+    return [
+        TokenLogprobs(token, logprob, tuple(ids), tuple(logprobs), rank)
+        for token, logprob, ids, logprobs, rank in zip(*(column.tolist() for column in columns), strict=True)
+    ]

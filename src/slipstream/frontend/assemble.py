@@ -41,14 +41,17 @@ class Assembler:
     Attributes:
         outputs: the answers so far, in order of index.
         num_prompt_tokens: counted once, however many answers there are.
-        num_cached_tokens: prompt tokens that needed no computation, the most of any answer.
+        num_cached_tokens: prompt tokens that needed no computation for the first answer; the others share what it computes.
+        prepared: the prompt and its engine requests.
+        prompt_logprobs: an entry for each prompt token, the first one None; None until they are here, and where nobody asked.
     """
 
     def __init__(self, prepared: Prepared, info: ModelInfo) -> None:
         self.outputs: list[CompletionOutput] = []
         self.num_prompt_tokens = len(prepared.prompt_token_ids)
         self.num_cached_tokens = 0
-        self._prepared = prepared
+        self.prepared = prepared
+        self.prompt_logprobs: list[TokenLogprobs | None] | None = None
         self._answers: dict[str, _Answer] = {}
         for index, request in enumerate(prepared.requests):
             logprobs: list[TokenLogprobs] | None = None if request.params.logprobs is None else []
@@ -58,8 +61,16 @@ class Assembler:
 
     def push(self, output: EngineOutput) -> Delta:
         """Take the news of one answer. Raises the error it carries, as the class it had in the engine."""
-        self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
+        if output.request_id == self.prepared.requests[0].request_id:
+            self.num_cached_tokens = output.num_cached_tokens
+        if output.prompt_logprobs is not None:
+            self.prompt_logprobs = [None, *output.prompt_logprobs]
         return self._answers[output.request_id].push(output)
+
+    @property
+    def awaits_prompt_logprobs(self) -> bool:
+        """The prompt's logprobs were asked for and are not here yet."""
+        return self.prepared.params.prompt_logprobs is not None and self.prompt_logprobs is None
 
     @property
     def is_finished(self) -> bool:
@@ -73,9 +84,14 @@ class Assembler:
 
     def request_output(self) -> RequestOutput:
         """The prompt with its answers."""
-        prepared = self._prepared
+        prepared = self.prepared
         return RequestOutput(
-            prepared.request_id, prepared.prompt, list(prepared.prompt_token_ids), self.outputs, self.num_cached_tokens
+            prepared.request_id,
+            prepared.prompt,
+            list(prepared.prompt_token_ids),
+            self.outputs,
+            self.num_cached_tokens,
+            self.prompt_logprobs,
         )
 
 

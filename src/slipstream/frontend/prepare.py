@@ -14,6 +14,8 @@ from slipstream.text.messages import normalised_messages
 from slipstream.text.template import ChatTemplate
 from slipstream.types import EngineRequest, SamplingParams, valid_text
 
+MAX_SALT_CHARS = 256
+
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
@@ -23,8 +25,8 @@ class Prepared:
         request_id: the front's id.
         prompt: the text, where text was given.
         prompt_token_ids: what the model reads, truncated where the request asks for it.
-        params: with max_tokens filled in.
-        requests: `params.n` of them, with ids `{request_id}#{index}`.
+        params: what the client asked for; max_tokens None means as much as context and KV pool leave, which the engine knows.
+        requests: `params.n` of them, with ids `{request_id}#{index}`. The first one has the prompt's logprobs computed for all.
     """
 
     request_id: str
@@ -48,23 +50,51 @@ class Frontend:
         """Parameters from JSON fields; what is absent or null takes `defaults`, then the model's own defaults, then ours."""
         return SamplingParams.from_json_fields(fields, {**self.info.generation_defaults, **(defaults or {})})
 
-    def prepare(self, request_id: str, prompt: str | Sequence[int], params: SamplingParams) -> Prepared:
+    def prepare(
+        self,
+        request_id: str,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> Prepared:
         """Check one prompt against the model and expand it into engine requests.
 
-        A prompt that begins with the BOS token itself does not get a second one. Raises `InvalidParameter` naming the field, or
-        `ContextLengthExceeded`.
+        A prompt that begins with the BOS token itself does not get a second one.
+
+        Args:
+            request_id: the front's id.
+            prompt: text or token ids.
+            params: how it is answered.
+            priority: lower runs earlier, -2**31 to 2**31 - 1.
+            cache_salt: 1 to 256 characters; only prompts with the same salt share cached pages. None: all without one share.
+
+        Raises `InvalidParameter` naming the field, or `ContextLengthExceeded`.
         """
+        _check_priority(priority)
+        _check_salt(cache_salt)
         text, ids = (prompt, self._encoded(prompt)) if isinstance(prompt, str) else (None, self._checked_ids(prompt))
         if params.truncate_prompt_tokens is not None:
             ids = ids[-params.truncate_prompt_tokens :]
-        params = self._fitted(params, len(ids))
+        self._check_fit(params, len(ids))
         self._check_ids(params)
         bad_words = tuple(variant for word in params.bad_words for variant in self._word_ids(word))
         self._check_something_is_allowed(params, bad_words)
         seed = draw_seed() if params.seed is None else params.seed
-        single = replace(params, n=1)
+        first = replace(params, n=1)
+        other = first if params.max_tokens == 0 else replace(first, prompt_logprobs=None)
         requests = tuple(
-            EngineRequest(f"{request_id}#{index}", tuple(ids), single, seed_i(seed, index), bad_words)
+            EngineRequest(
+                f"{request_id}#{index}",
+                tuple(ids),
+                other if index else first,
+                seed_i(seed, index),
+                bad_words,
+                priority=priority,
+                cache_salt=cache_salt or "",
+                parent_id=f"{request_id}#0" if index else None,
+            )
             for index in range(params.n)
         )
         return Prepared(request_id, text, tuple(ids), params, requests)
@@ -126,8 +156,8 @@ class Frontend:
         self._in_vocabulary("prompt", ids)
         return ids
 
-    def _fitted(self, params: SamplingParams, prompt_len: int) -> SamplingParams:
-        """`params` with max_tokens filled in. Raises where prompt and answer do not fit the context."""
+    def _check_fit(self, params: SamplingParams, prompt_len: int) -> None:
+        """Raises where prompt and answer do not fit the context."""
         context_len = self.info.context_len
         room = context_len - prompt_len
         asked = 1 if params.max_tokens is None else params.max_tokens
@@ -138,17 +168,16 @@ class Frontend:
                 f"but got {prompt_len} prompt tokens and {answer}",
                 hint="shorten the prompt, lower max_tokens or set truncate_prompt_tokens",
             )
-        max_tokens = room if params.max_tokens is None else params.max_tokens
-        if params.min_tokens > max_tokens:
-            raise InvalidParameter("min_tokens", f"be at most {max_tokens}, what the context leaves", params.min_tokens)
-        return replace(params, max_tokens=max_tokens)
+        if params.min_tokens > room:
+            raise InvalidParameter("min_tokens", f"be at most {room}, what the context leaves", params.min_tokens)
 
     def _check_ids(self, params: SamplingParams) -> None:
         self._in_vocabulary("logit_bias", params.logit_bias)
         self._in_vocabulary("stop_token_ids", params.stop_token_ids)
         self._in_vocabulary("allowed_token_ids", params.allowed_token_ids or ())
-        if params.logprobs is not None and params.logprobs > self.info.vocab_size:
-            raise InvalidParameter("logprobs", f"be at most the vocabulary of {self.info.vocab_size} tokens", params.logprobs)
+        for name, asked in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
+            if asked is not None and asked > self.info.vocab_size:
+                raise InvalidParameter(name, f"be at most the vocabulary of {self.info.vocab_size} tokens", asked)
 
     def _in_vocabulary(self, param: str, ids: Iterable[int]) -> None:
         size = self.info.vocab_size
@@ -179,3 +208,16 @@ class Frontend:
                 "leave a token that bad_words and min_tokens never forbid",
                 "the whole vocabulary" if allowed is None else list(allowed),
             )
+
+
+def _check_priority(priority: Any) -> None:
+    if type(priority) is not int or not -(2**31) <= priority < 2**31:  # a bool is no count
+        raise InvalidParameter("priority", f"be an integer from {-(2**31)} to {2**31 - 1}", priority)
+
+
+def _check_salt(cache_salt: Any) -> None:
+    if cache_salt is None:
+        return
+    # An empty one would share with everybody, which is not what it was sent for.
+    if len(valid_text("cache_salt", cache_salt)) not in range(1, MAX_SALT_CHARS + 1):
+        raise InvalidParameter("cache_salt", f"be text of 1 to {MAX_SALT_CHARS} characters", cache_salt)

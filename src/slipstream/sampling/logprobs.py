@@ -13,9 +13,12 @@ from slipstream.sampling.transforms import best
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """chosen [L, D + 1]; top_ids [L, D + 1, k] int64 and top_logprobs [L, D + 1, k], best first, the lower id first on ties."""
+    """chosen [L, D + 1], ranks [L, D + 1] int64 (1 for the best), top_ids [L, D + 1, k] int64 and top_logprobs [L, D + 1, k],
+    best first, the lower id first on ties.
+    """
 
     chosen: Tensor
+    ranks: Tensor
     top_ids: Tensor
     top_logprobs: Tensor
 
@@ -30,7 +33,10 @@ def logprobs_of(scores: Tensor, tokens: Tensor, num_top: int) -> Logprobs:
     """
     vocab_size = scores.shape[-1]
     flat = torch.log_softmax(scores.reshape(tokens.numel(), vocab_size).to(score_dtype(scores)), 1)
-    chosen = flat.gather(1, tokens.reshape(tokens.numel(), 1).clamp(min=0)).view(tokens.shape)
+    ids = tokens.reshape(tokens.numel(), 1).clamp(min=0)
+    chosen = flat.gather(1, ids)
+    above = (flat > chosen) | ((flat == chosen) & (torch.arange(vocab_size, device=flat.device) < ids))
     shape = (*tokens.shape, min(num_top, vocab_size))
     found = best(flat, shape[-1])
-    return Logprobs(chosen, found.ids.reshape(shape), found.scores.reshape(shape))
+    ranks = above.sum(1) + 1
+    return Logprobs(chosen.view(tokens.shape), ranks.view(tokens.shape), found.ids.reshape(shape), found.scores.reshape(shape))

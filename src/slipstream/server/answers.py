@@ -37,6 +37,9 @@ class Answers:
         info: the model.
         metrics: told of every token.
         arrived: when the call came in, by `time.monotonic`.
+
+    Attributes:
+        prompts: the prompts with what is known of their answers.
     """
 
     def __init__(
@@ -45,14 +48,15 @@ class Answers:
         self._stream = stream
         self._metrics = metrics
         self._arrived_s = arrived
-        self._assemblers = [Assembler(prompt, info) for prompt in prompts]
+        self.prompts = [Assembler(prompt, info) for prompt in prompts]
         self._places = {
             request.request_id: (assembler, place * prompt.params.n)
-            for place, (prompt, assembler) in enumerate(zip(prompts, self._assemblers, strict=True))
+            for place, (prompt, assembler) in enumerate(zip(prompts, self.prompts, strict=True))
             for request in prompt.requests
         }
         self._unfinished = set(self._places)
         self._times = {request_id: AnswerTimes(arrived) for request_id in self._places}
+        self._held: dict[Assembler, list[Delta]] = {}  # news of later answers, while the prompt's logprobs are still to come
         self._first: list[Delta] | None = None
         self._error: SlipstreamError | None = None
         self._has_hung_up = False
@@ -63,21 +67,21 @@ class Answers:
     @property
     def num_prompt_tokens(self) -> int:
         """Of all prompts, each counted once."""
-        return sum(assembler.num_prompt_tokens for assembler in self._assemblers)
+        return sum(assembler.num_prompt_tokens for assembler in self.prompts)
 
     @property
     def num_output_tokens(self) -> int:
         """Of all answers so far."""
-        return sum(assembler.num_output_tokens for assembler in self._assemblers)
+        return sum(assembler.num_output_tokens for assembler in self.prompts)
 
     @property
     def num_cached_tokens(self) -> int:
         """Prompt tokens that needed no computation."""
-        return sum(assembler.num_cached_tokens for assembler in self._assemblers)
+        return sum(assembler.num_cached_tokens for assembler in self.prompts)
 
     def log_fields(self) -> dict[str, object]:
         """What the log says of these answers together: the longest wait, the first token of any, tokens a second of all."""
-        reasons = {output.finish_reason or "none" for assembler in self._assemblers for output in assembler.outputs}
+        reasons = {output.finish_reason or "none" for assembler in self.prompts for output in assembler.outputs}
         begun = [times for times in self._times.values() if times.num_tokens]
         last_s = max((times.last_s for times in begun), default=self._arrived_s)
         num_retractions = sum(times.num_retractions for times in self._times.values())
@@ -103,7 +107,7 @@ class Answers:
                 output.finish_reason,
                 output.stop_reason,
             )
-            for place, output in enumerate(output for assembler in self._assemblers for output in assembler.outputs)
+            for place, output in enumerate(output for assembler in self.prompts for output in assembler.outputs)
         ]
 
     async def first(self) -> None:
@@ -153,12 +157,20 @@ class Answers:
     async def _next(self) -> list[Delta]:
         if self._error is not None:
             raise self._error
+        deltas: list[Delta] = []
+        while not deltas:
+            deltas = self._taken(await self._news())
+        return deltas
+
+    async def _news(self) -> list[EngineOutput]:
         try:
-            news = await anext(self._stream)
+            return await anext(self._stream)
         except StopAsyncIteration:
             if self._has_hung_up:
                 raise ClientGone from None
             raise EngineError("every answer must end with a reason, but got none") from None
+
+    def _taken(self, news: Sequence[EngineOutput]) -> list[Delta]:
         now = time.monotonic()
         deltas: list[Delta] = []
         for output in news:
@@ -175,7 +187,11 @@ class Answers:
                 self._error = error  # what came before it is handed out first
                 break
             self._measure(output, delta, now)
-            deltas.append(replace(delta, index=first_place + delta.index) if first_place else delta)
+            delta = replace(delta, index=first_place + delta.index) if first_place else delta
+            if assembler.awaits_prompt_logprobs:
+                self._held.setdefault(assembler, []).append(delta)
+            else:
+                deltas += [delta, *self._held.pop(assembler, ())]
         return deltas
 
     def _measure(self, output: EngineOutput, delta: Delta, now_s: float) -> None:

@@ -29,7 +29,7 @@ import zmq.asyncio
 
 from slipstream.config import EngineConfig
 from slipstream.engine.stats import EngineStats
-from slipstream.errors import ConfigError, EngineDead, SlipstreamError, error_from
+from slipstream.errors import ConfigError, EngineBusy, EngineDead, SlipstreamError, error_from
 from slipstream.server import wire
 from slipstream.server.engine_process import Start
 from slipstream.types import EngineOutput, EngineRequest
@@ -39,6 +39,7 @@ MAX_SOCKET_PATH = 100  # the system's limit is 104 to 108 bytes
 LAST_WORDS_S = 0.3  # how long messages of a process that has ended are waited for
 STOP_S = 2.0  # how long the process may take to stop
 PING_S = 1.0
+RESET_S = 10.0  # a step of a long prompt may come first
 MAX_PINGS = 10  # without an answer: a loop that was stuck need not find thousands of them
 
 
@@ -193,11 +194,22 @@ class EngineClient:
         """The engine's counters: of now, or the last known ones where the loop does not answer in time."""
         number = self._ping() if len(self._asked) < MAX_PINGS else max(self._asked)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                while number in self._asked:
-                    self._answered.clear()
-                    await self._answered.wait()
+            await self._until_answered(number, timeout_s)
         return self._stats.stats
+
+    async def reset_prefix_cache(self, timeout_s: float = RESET_S) -> None:
+        """Make the engine forget all cached prompts; returns once it has.
+
+        Raises `EngineDead`, or `EngineBusy` where the loop does not answer in time (it may still do it later).
+        """
+        if not self._dead.done():
+            self._send(wire.ResetPrefixCache())
+            try:
+                await self._until_answered(self._ping(), timeout_s)
+            except TimeoutError:
+                raise EngineBusy(f"the engine must answer within {timeout_s:g} s, but has not") from None
+        if self._dead.done():
+            raise self._dead.result()
 
     def liveness(self) -> Liveness:
         """How the engine process is. Pings go out every second, so this is at most that old."""
@@ -234,6 +246,13 @@ class EngineClient:
         if running and not self._dead.done():
             self._send(wire.Abort(running))
 
+    async def _until_answered(self, number: int, timeout_s: float) -> None:
+        """Wait for the answer to a ping, or for the end of the process. Raises `TimeoutError`."""
+        async with asyncio.timeout(timeout_s):
+            while number in self._asked and not self._dead.done():
+                self._answered.clear()
+                await self._answered.wait()
+
     def _ping(self) -> int:
         number = self._next_ping
         self._next_ping += 1
@@ -266,6 +285,7 @@ class EngineClient:
         error = self._cause_of_death(code) if isinstance(outcome, asyncio.CancelledError) else _misunderstood(outcome)
         if not self._is_stopping:
             self._dead.set_result(error)
+            self._answered.set()
         streams, self._streams = set(self._streams.values()), {}
         for stream in streams:
             stream.fail(error if isinstance(error, EngineDead) else EngineDead(error.message))

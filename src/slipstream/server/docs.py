@@ -14,6 +14,8 @@ _COMMON: dict[str, Any] = {
     "stream": {"type": "boolean", "default": False},
     "stream_options": {"type": "object", "properties": {"include_usage": {"type": "boolean"}}},
     "max_completion_tokens": {"type": "integer", "description": "another name of max_tokens"},
+    "priority": {"type": "integer", "default": 0, "description": "lower runs earlier"},
+    "cache_salt": {"type": "string", "description": "only requests with the same salt share cached prompts"},
 }
 
 
@@ -28,7 +30,11 @@ def _body(required: list[str], properties: dict[str, Any]) -> dict[str, Any]:
 
 
 COMPLETION_DOCS = _body(
-    ["model", "prompt"], {"prompt": {"anyOf": [*_TEXT_OR_IDS["anyOf"], {"type": "array", "items": _TEXT_OR_IDS}]}}
+    ["model", "prompt"],
+    {
+        "prompt": {"anyOf": [*_TEXT_OR_IDS["anyOf"], {"type": "array", "items": _TEXT_OR_IDS}]},
+        "echo": {"type": "boolean", "default": False},
+    },
 )
 CHAT_DOCS = _body(
     ["model", "messages"],

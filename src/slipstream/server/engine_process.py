@@ -60,6 +60,10 @@ class RunnableEngine(Protocol):
         """One turn; returns the news."""
         ...
 
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prompts; what runs is not disturbed."""
+        ...
+
     def stats(self) -> EngineStats:
         """Counters, brought up to date."""
         ...
@@ -136,6 +140,8 @@ class Loop:
                         self._engine.abort(request_id)
                 case wire.GetStats(number):
                     self._answer_stats(number)
+                case wire.ResetPrefixCache():
+                    self._engine.reset_prefix_cache()
                 case wire.Stop(drain):
                     if not drain:
                         return False

@@ -1,4 +1,6 @@
-"""Is it alive, does it take work, what has it done: /health, /ready and /metrics. No key is asked for here.
+"""Is it alive, does it take work, what has it done: /health, /ready and /metrics. No key is asked for these.
+
+POST /reset_prefix_cache, which does ask for it, makes the engine forget all cached prompts.
 
 /health   200 while the engine process lives and, where it has work, makes progress; also while loading and draining.
           503 once it has made none for --stall-timeout-s: restart it.
@@ -22,7 +24,7 @@ SCRAPE_S = 0.5  # how long a scrape waits for the engine's counters; then it sho
 
 
 def health_routes(serving: Serving) -> APIRouter:
-    """The three routes for one server."""
+    """The routes of whoever operates a server."""
     router = APIRouter(tags=["Operation"])
 
     @router.get("/health", response_model=None)
@@ -40,6 +42,13 @@ def health_routes(serving: Serving) -> APIRouter:
         """Counters and times, for Prometheus."""
         counters = await serving.client.stats(SCRAPE_S) if serving.ready is not None else None
         return Response(serving.metrics.render(counters), media_type=CONTENT_TYPE_LATEST)
+
+    @router.post("/reset_prefix_cache", response_model=None)
+    async def reset_prefix_cache() -> Response:
+        """Forget all cached prompts; what runs is not disturbed."""
+        serving.check_open()
+        await serving.client.reset_prefix_cache()
+        return Response(b'{"success":true}', media_type="application/json")
 
     return router
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -33,7 +34,8 @@ def openai_routes(serving: Serving) -> APIRouter:
         call = completion_call(await read_object(request, serving.config.max_body_bytes))
         serving.check_model(call.model)
         params = serving.frontend.sampling_params(call.sampling)
-        return await _answer(serving, request, call, call.prompts, params, CompletionShape, new_id("cmpl"), arrived)
+        shape = partial(CompletionShape, echo=call.echo)
+        return await _answer(serving, request, call, call.prompts, params, shape, new_id("cmpl"), arrived)
 
     @router.post("/chat/completions", openapi_extra=CHAT_DOCS, response_model=None)
     async def chat_completions(request: Request) -> Response:
@@ -68,14 +70,14 @@ async def _answer(
     call: Call,
     prompts: Sequence[Prompt],
     params: SamplingParams,
-    make_shape: type[Shape],
+    make_shape: Callable[..., Shape],
     response_id: str,
     arrived: float,
 ) -> Response:
     info = serving.frontend.info
-    prepared = await serving.prepare(response_id, prompts, params)
-    shape = make_shape(response_id, info.name, params, info.tokenizer)
+    prepared = await serving.prepare(response_id, prompts, params, priority=call.priority, cache_salt=call.cache_salt)
     answers = serving.submit(prepared, arrived)
+    shape = make_shape(response_id, info.name, params, info.tokenizer, answers.prompts, call.num_prompt_logprobs)
     note(request.scope, response=response_id, answers=answers)
     handed_over = False
     try:

@@ -19,7 +19,6 @@ UNSUPPORTED_ANYWHERE: Mapping[str, tuple[object, ...]] = {
     "guided_decoding_backend": (),
     "guided_whitespace_pattern": (),
     "logit_processors": ([],),
-    "priority": (0,),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "spaces_between_special_tokens": (True,),
@@ -31,7 +30,6 @@ UNSUPPORTED_ANYWHERE: Mapping[str, tuple[object, ...]] = {
 }
 UNSUPPORTED_IN_COMPLETIONS: Mapping[str, tuple[object, ...]] = {
     **UNSUPPORTED_ANYWHERE,
-    "echo": (False,),
     "suffix": ("",),
     "prompt_embeds": (),
 }
@@ -70,19 +68,25 @@ class Call:
         sampling: fields for `Frontend.sampling_params`.
         stream: answer with events.
         include_usage: end the stream with one event of usage.
+        num_prompt_logprobs: None, or how many to list as `prompt_logprobs`; checked with the sampling fields.
+        priority, cache_salt: checked by `Frontend.prepare`.
     """
 
     model: str
     sampling: Mapping[str, Any]
     stream: bool
     include_usage: bool
+    num_prompt_logprobs: int | None
+    priority: int
+    cache_salt: str | None
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionCall(Call):
-    """POST /v1/completions. `prompts`: texts or lists of token ids, at least one."""
+    """POST /v1/completions. `prompts`: texts or lists of token ids, at least one. `echo`: repeat them before the answers."""
 
     prompts: tuple[Prompt, ...] = ()
+    echo: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +103,17 @@ def completion_call(body: Mapping[str, Any]) -> CompletionCall:
     _refuse(body, UNSUPPORTED_IN_COMPLETIONS)
     stream, include_usage = _stream(body)
     prompt = _required(body, "prompt", "be text, a list of token ids, or a list of such prompts")
-    return CompletionCall(_model(body), body, stream, include_usage, prompts=_prompts(prompt))
+    echo = _flag(body, "echo", default=False)
+    return CompletionCall(
+        _model(body),
+        {**body, "prompt_logprobs": _scored(body, echo)},
+        stream,
+        include_usage,
+        _prompt_logprobs(body, stream),
+        *_queueing(body),
+        prompts=_prompts(prompt),
+        echo=echo,
+    )
 
 
 def chat_call(body: Mapping[str, Any]) -> ChatCall:
@@ -114,6 +128,8 @@ def chat_call(body: Mapping[str, Any]) -> ChatCall:
         {**body, "logprobs": _chat_logprobs(body)},
         stream,
         include_usage,
+        _prompt_logprobs(body, stream),
+        *_queueing(body),
         messages=_required(body, "messages", "be a list of messages"),
         add_generation_prompt=_flag(body, "add_generation_prompt", default=True),
         template_kwargs=kwargs or {},
@@ -185,6 +201,33 @@ def _prompts(prompt: Any) -> tuple[Prompt, ...]:
 
 def _is_id(value: Any) -> bool:
     return type(value) is int
+
+
+def _queueing(body: Mapping[str, Any]) -> tuple[Any, Any]:
+    priority = body.get("priority")
+    return (0 if priority is None else priority), body.get("cache_salt")
+
+
+def _prompt_logprobs(body: Mapping[str, Any], stream: bool) -> Any:
+    value = body.get("prompt_logprobs")
+    if stream and value is not None:
+        raise Unsupported(
+            f"prompt_logprobs must be asked for without stream: true, but got {shown(value)} with it",
+            param="prompt_logprobs",
+            hint="echo and logprobs can be streamed",
+        )
+    return value
+
+
+def _scored(body: Mapping[str, Any], echo: bool) -> Any:
+    """Prompt logprobs to compute: what `prompt_logprobs` and, with echo, `logprobs` ask for. `SamplingParams` checks both."""
+    own, echoed = body.get("prompt_logprobs"), body.get("logprobs") if echo else None
+    if own is None and echoed is None:
+        only_echo = echo and 0 in (body.get("max_tokens"), body.get("max_completion_tokens"))
+        return 0 if only_echo else None
+    if own is None:
+        return echoed
+    return max(own, echoed) if _is_id(own) and own >= 0 and _is_id(echoed) else own
 
 
 def _chat_logprobs(body: Mapping[str, Any]) -> int | None:

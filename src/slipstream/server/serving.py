@@ -163,7 +163,15 @@ class Serving:
         if name != served:
             raise UnknownModel(f"model must be {served}, but got {shown(name)}", param="model", hint="GET /v1/models lists it")
 
-    async def prepare(self, response_id: str, prompts: Sequence[Prompt], params: SamplingParams) -> list[Prepared]:
+    async def prepare(
+        self,
+        response_id: str,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> list[Prepared]:
         """Check all prompts of a call, before anything is started. Raises an `InvalidRequest` for the first that is wrong."""
         most = self.config.max_num_seqs + self.config.max_queue
         if len(prompts) * params.n > most:
@@ -176,7 +184,10 @@ class Serving:
         frontend = self.frontend
 
         def work() -> list[Prepared]:
-            return [frontend.prepare(f"{response_id}-{place}", prompt, params) for place, prompt in enumerate(prompts)]
+            return [
+                frontend.prepare(f"{response_id}-{place}", prompt, params, priority=priority, cache_salt=cache_salt)
+                for place, prompt in enumerate(prompts)
+            ]
 
         if sum(map(len, prompts)) > LONG_PROMPT:
             return await _beside(work)

@@ -1,7 +1,7 @@
 """Answers as the two OpenAI routes write them, whole and in pieces.
 
-    completions   {"text": ..., "logprobs": {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}}
-    chat          {"message" or "delta": ..., "logprobs": {"content": [{"token", "logprob", "bytes", "top_logprobs"}, ...]}}
+    completions   {"text": ..., "logprobs": {...}}
+    chat          {"message" or "delta": ..., "logprobs": {"content": [...]}}
 
 Logprobs have one entry for each generated token, the one that ended the answer included, as usage counts them.
 """
@@ -11,24 +11,13 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
 
-from slipstream.frontend.assemble import Delta
+from slipstream.frontend.assemble import Assembler, Delta
+from slipstream.server.echo import Echo
+from slipstream.server.logprobs import Json, chat_logprobs, completion_logprobs, joined, prompt_logprobs
 from slipstream.text.detokenize import IncrementalDecoder
 from slipstream.text.tokenizer import Tokenizer
 from slipstream.types import SamplingParams, TokenLogprobs
-
-MIN_LOGPROB = -9999.0  # JSON has no infinity; OpenAI's own stand-in
-
-Json = dict[str, Any]
-
-
-def token_name(data: bytes) -> str:
-    """A token's bytes as text; where they are no whole characters, spelled out as OpenAI does (`bytes:\\xe2\\x82`)."""
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError:
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
 def usage_object(num_prompt_tokens: int, num_output_tokens: int, num_cached_tokens: int) -> Json:
@@ -49,16 +38,28 @@ class Shape(ABC):
         model: the model's name.
         params: sampling parameters of its answers.
         tokenizer: spells tokens.
+        prompts: in the order of the choices, each with `params.n` of them.
+        num_prompt_logprobs: None, or what the client asked for as `prompt_logprobs`.
     """
 
     whole_kind: str
     piece_kind: str
 
-    def __init__(self, response_id: str, model: str, params: SamplingParams, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self,
+        response_id: str,
+        model: str,
+        params: SamplingParams,
+        tokenizer: Tokenizer,
+        prompts: Sequence[Assembler] = (),
+        num_prompt_logprobs: int | None = None,
+    ) -> None:
         self.response_id = response_id
         self._model = model
         self._params = params
         self._tokenizer = tokenizer
+        self._prompts = prompts
+        self._num_prompt_logprobs = num_prompt_logprobs
         self._created = int(time.time())
 
     @abstractmethod
@@ -90,27 +91,67 @@ class Shape(ABC):
             "usage": usage,
         }
 
-    def _name(self, token_id: int) -> str:
-        return token_name(self._tokenizer.token_bytes(token_id))
+    def _prompt_logprobs(self, place: int) -> Json:
+        """The field `prompt_logprobs` of the prompt at `place`, where it was asked for."""
+        if self._num_prompt_logprobs is None:
+            return {}
+        entries = self._prompts[place].prompt_logprobs
+        assert entries is not None, "they come before the end of the first answer"
+        return {"prompt_logprobs": prompt_logprobs(entries, self._num_prompt_logprobs, self._tokenizer)}
 
 
 class CompletionShape(Shape):
-    """/v1/completions. `text_offset` counts characters of the answer's text, as if nothing were cut off it."""
+    """/v1/completions. `text_offset` counts characters of the text as if nothing were cut off it.
+
+    Args:
+        echo: each choice begins with its prompt; in a stream it is an event of its own.
+    """
 
     whole_kind = piece_kind = "text_completion"
 
-    def __init__(self, response_id: str, model: str, params: SamplingParams, tokenizer: Tokenizer) -> None:
-        super().__init__(response_id, model, params, tokenizer)
+    def __init__(
+        self,
+        response_id: str,
+        model: str,
+        params: SamplingParams,
+        tokenizer: Tokenizer,
+        prompts: Sequence[Assembler] = (),
+        num_prompt_logprobs: int | None = None,
+        echo: bool = False,
+    ) -> None:
+        super().__init__(response_id, model, params, tokenizer, prompts, num_prompt_logprobs)
+        self._echo = echo
+        self._echoes: dict[int, Echo] = {}
+        self._echoed: set[int] = set()
         self._offsets: dict[int, _Offsets] = {}
 
     def choices(self, delta: Delta) -> list[Json]:
         """See `Shape`."""
-        if not delta.text and not delta.logprobs and delta.finish_reason is None:
-            return []
-        return [self.whole_choice(delta)]
+        out: list[Json] = []
+        if self._echo and delta.index not in self._echoed:
+            self._echoed.add(delta.index)
+            echo = self._echo_of(delta.index)
+            out.append({**self._choice(Delta(delta.index, echo.text, (), None, None, None)), "logprobs": echo.logprobs})
+        if delta.text or delta.logprobs or delta.finish_reason is not None:
+            out.append(self._choice(delta))
+        return out
 
     def whole_choice(self, delta: Delta) -> Json:
         """See `Shape`."""
+        choice = {**self._choice(delta), **self._prompt_logprobs(delta.index // self._params.n)}
+        if not self._echo:
+            return choice
+        echo = self._echo_of(delta.index)
+        logprobs = None if echo.logprobs is None else joined(echo.logprobs, choice["logprobs"])
+        return {**choice, "text": echo.text + delta.text, "logprobs": logprobs}
+
+    def _echo_of(self, index: int) -> Echo:
+        place = index // self._params.n
+        if place not in self._echoes:
+            self._echoes[place] = Echo(self._prompts[place], self._params.logprobs, self._tokenizer)
+        return self._echoes[place]
+
+    def _choice(self, delta: Delta) -> Json:
         return {
             "index": delta.index,
             "text": delta.text,
@@ -122,21 +163,9 @@ class CompletionShape(Shape):
     def _logprobs(self, index: int, logprobs: Sequence[TokenLogprobs]) -> Json:
         offsets = self._offsets.get(index)
         if offsets is None:
-            offsets = self._offsets[index] = _Offsets(self._tokenizer, self._params.skip_special_tokens)
-        return {
-            "tokens": [self._name(one.token_id) for one in logprobs],
-            "token_logprobs": [_finite(one.logprob) for one in logprobs],
-            "top_logprobs": [self._top(one) for one in logprobs],
-            "text_offset": [offsets.next(one.token_id) for one in logprobs],
-        }
-
-    def _top(self, one: TokenLogprobs) -> dict[str, float]:
-        """Best first, and the chosen token in any case. Of two tokens that are spelled alike the better one counts."""
-        top: dict[str, float] = {}
-        for token_id, logprob in zip(one.top_ids, one.top_logprobs, strict=True):
-            top.setdefault(self._name(token_id), _finite(logprob))
-        top.setdefault(self._name(one.token_id), _finite(one.logprob))
-        return top
+            start = len(self._echo_of(index).text) if self._echo else 0
+            offsets = self._offsets[index] = _Offsets(self._tokenizer, self._params.skip_special_tokens, start)
+        return completion_logprobs(logprobs, self._tokenizer, [offsets.next(one.token_id) for one in logprobs])
 
 
 class ChatShape(Shape):
@@ -145,9 +174,21 @@ class ChatShape(Shape):
     whole_kind = "chat.completion"
     piece_kind = "chat.completion.chunk"
 
-    def __init__(self, response_id: str, model: str, params: SamplingParams, tokenizer: Tokenizer) -> None:
-        super().__init__(response_id, model, params, tokenizer)
+    def __init__(
+        self,
+        response_id: str,
+        model: str,
+        params: SamplingParams,
+        tokenizer: Tokenizer,
+        prompts: Sequence[Assembler] = (),
+        num_prompt_logprobs: int | None = None,
+    ) -> None:
+        super().__init__(response_id, model, params, tokenizer, prompts, num_prompt_logprobs)
         self._opened: set[int] = set()
+
+    def whole(self, answers: Sequence[Delta], usage: Json) -> Json:
+        """See `Shape`. A chat has one prompt: its logprobs stand beside the choices."""
+        return {**super().whole(answers, usage), **self._prompt_logprobs(0)}
 
     def choices(self, delta: Delta) -> list[Json]:
         """See `Shape`. The first event of an answer has the role, the last one the finish reason."""
@@ -175,36 +216,17 @@ class ChatShape(Shape):
         return {"index": index, "delta": delta, "logprobs": self._logprobs(logprobs), "finish_reason": None}
 
     def _logprobs(self, logprobs: Sequence[TokenLogprobs] | None) -> Json | None:
-        if logprobs is None:
-            return None
-        return {
-            "content": [
-                {
-                    **self._token(one.token_id, one.logprob),
-                    "top_logprobs": [self._token(*pair) for pair in zip(one.top_ids, one.top_logprobs, strict=True)],
-                }
-                for one in logprobs
-            ],
-            "refusal": None,
-        }
-
-    def _token(self, token_id: int, logprob: float) -> Json:
-        data = self._tokenizer.token_bytes(token_id)
-        return {"token": token_name(data), "logprob": _finite(logprob), "bytes": list(data)}
+        return None if logprobs is None else {"content": chat_logprobs(logprobs, self._tokenizer), "refusal": None}
 
 
 class _Offsets:
     """Where in the text each token begins. A token that begins inside a character has the place of that character."""
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, start: int) -> None:
         self._decoder = IncrementalDecoder(tokenizer, skip_special_tokens)
-        self._at = 0
+        self._at = start
 
     def next(self, token_id: int) -> int:
         at = self._at
         self._at += len(self._decoder.push((token_id,)))
         return at
-
-
-def _finite(logprob: float) -> float:
-    return logprob if logprob > MIN_LOGPROB else MIN_LOGPROB  # also for NaN

@@ -20,8 +20,9 @@ from slipstream.errors import SlipstreamError
 from slipstream.frontend.assemble import Delta
 from slipstream.server.answers import Answers
 from slipstream.server.errors import ClientGone, error_body, internal_error
+from slipstream.server.logprobs import Json
 from slipstream.server.middleware import note
-from slipstream.server.shapes import Json, Shape, usage_object
+from slipstream.server.shapes import Shape, usage_object
 
 DONE = b"data: [DONE]\n\n"
 

@@ -1,8 +1,8 @@
 """What travels between the front and the engine process: msgpack of these types, one ZeroMQ message each.
 
     front                               engine process
-      Add, Abort, GetStats, Stop  ───►
-                                  ◄───    Progress ... Ready, then Outputs and Stats; Fatal is the last
+      Add, Abort, GetStats,       ───►
+      ResetPrefixCache, Stop      ◄───    Progress ... Ready, then Outputs and Stats; Fatal is the last
 
 No pickle, and nothing that is not declared here decodes.
 """
@@ -31,6 +31,10 @@ class GetStats(msgspec.Struct, tag="get_stats", frozen=True):
     """Answer with `Stats` of the same number. The loop itself answers, so it also shows that the loop turns."""
 
     number: int
+
+
+class ResetPrefixCache(msgspec.Struct, tag="reset_prefix_cache", frozen=True):
+    """Forget all cached prompts. No answer: messages are read in order, so the `Stats` of a later `GetStats` says it is done."""
 
 
 class Stop(msgspec.Struct, tag="stop", frozen=True):
@@ -77,7 +81,7 @@ class Fatal(msgspec.Struct, tag="fatal", frozen=True):
     message: str
 
 
-ToEngine = Add | Abort | GetStats | Stop
+ToEngine = Add | Abort | GetStats | ResetPrefixCache | Stop
 ToFront = Progress | Ready | Outputs | Stats | Fatal
 
 _encoder = msgspec.msgpack.Encoder()
