@@ -115,7 +115,7 @@ def test_pull_list_show_and_remove(hub: Hub, tmp_path: Path) -> None:
     snapshot = tmp_path / "hub" / "models--tiny--llama" / "snapshots" / COMMIT
     assert (code, out) == (0, f"{snapshot}\n"), err
     assert err.splitlines()[0] == "fetching: 0%"
-    assert "verify: " in err
+    assert "verifying: " in err
 
     blob = (snapshot / "model.safetensors").resolve()
     data = blob.read_bytes()

@@ -132,8 +132,9 @@ class _Batch:
             with progress() as on_progress:
                 while not loading.done():
                     await asyncio.wait([loading], timeout=0.2)
-                    if serving.progress[0] != "starting":
-                        on_progress(*serving.progress)
+                    phase = serving.phases.current
+                    if phase not in (None, "starting"):
+                        on_progress(phase, serving.progress)
             await loading
         finally:
             loading.cancel()

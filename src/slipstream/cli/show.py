@@ -15,6 +15,7 @@ from slipstream.cli.table import columns, count_text, size_text
 from slipstream.errors import ModelError
 
 if TYPE_CHECKING:
+    from slipstream.models.config import CheckpointConfig
     from slipstream.weights.text_side import Checkpoint
 
 EXAMPLE = "slipstream show smollm2-135m"
@@ -49,7 +50,8 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
     config, text, path = checkpoint.config, checkpoint.text, checkpoint.source.path
     elements = _elements(checkpoint)
     num_parameters = sum(elements.values())
-    kv_elements = 2 * config.num_layers * config.num_kv_heads * config.head_dim
+    shape = _shape(config)
+    kv_elements = 2 * shape["num_layers"] * shape["num_kv_heads"] * shape["head_dim"] if shape else None
     files = [path] if checkpoint.gguf else sorted(one for one in path.iterdir() if one.is_file())
     return {
         "name": text.name,
@@ -58,11 +60,7 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
         "stored_as": dict(elements.most_common()),
         "context_len": text.context_len,
         "vocab_size": text.vocab_size,
-        "num_layers": config.num_layers,
-        "hidden_size": config.hidden_size,
-        "num_heads": config.num_heads,
-        "num_kv_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
+        **shape,
         "has_chat_template": text.chat_template is not None,
         "eos_tokens": {str(one): text.tokenizer.token_text(one) for one in text.eos_token_ids},
         "sampling_defaults": dict(text.generation_defaults),
@@ -70,14 +68,26 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
         "path": str(path),
         "files": {one.name: one.stat().st_size for one in files},
         "memory_bytes": {
-            dtype: {
-                "weights": num_parameters * size,
-                "kv_per_token": kv_elements * size,
-                "kv_full_context": kv_elements * size * text.context_len,
-            }
+            dtype: _memory(num_parameters * size, kv_elements and kv_elements * size, text.context_len)
             for dtype, size in _COMPUTE_BYTES.items()
         },
     }
+
+
+def _shape(config: CheckpointConfig) -> dict[str, int]:
+    """Sizes of the decoder; empty where the configuration is one that only `transformers` can read."""
+    from slipstream.models.config import ModelConfig
+
+    if not isinstance(config, ModelConfig):
+        return {}
+    names = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim")
+    return {name: getattr(config, name) for name in names}
+
+
+def _memory(weight_bytes: int, kv_token_bytes: int | None, context_len: int) -> dict[str, int]:
+    if kv_token_bytes is None:
+        return {"weights": weight_bytes}
+    return {"weights": weight_bytes, "kv_per_token": kv_token_bytes, "kv_full_context": kv_token_bytes * context_len}
 
 
 def _elements(checkpoint: Checkpoint) -> Counter[str]:
@@ -154,8 +164,7 @@ def _lines(facts: Mapping[str, Any]) -> str:
         ["stored as", ", ".join(stored)],
         ["context", f"{facts['context_len']} tokens"],
         ["vocabulary", f"{facts['vocab_size']} tokens"],
-        ["layers", f"{facts['num_layers']} of width {facts['hidden_size']}"],
-        ["heads", f"{facts['num_heads']}, with {facts['num_kv_heads']} of keys and values, of width {facts['head_dim']}"],
+        *_shape_lines(facts),
         ["chat template", "yes" if facts["has_chat_template"] else "no"],
         ["ends with", ", ".join(f"{text} ({token})" for token, text in facts["eos_tokens"].items()) or "nothing"],
         ["sampling", ", ".join(f"{name} {value:g}" for name, value in facts["sampling_defaults"].items()) or "no defaults"],
@@ -164,6 +173,18 @@ def _lines(facts: Mapping[str, Any]) -> str:
         *(["file", f"{name}, {size_text(size)}"] for name, size in facts["files"].items()),
     ]
     for dtype, need in facts["memory_bytes"].items():
-        weights, token, full = (size_text(need[key]) for key in ("weights", "kv_per_token", "kv_full_context"))
-        rows.append([f"in {dtype}", f"{weights} of weights, {token} of KV cache a token, {full} for a full context"])
+        line = f"{size_text(need['weights'])} of weights"
+        if "kv_per_token" in need:
+            token, full = size_text(need["kv_per_token"]), size_text(need["kv_full_context"])
+            line += f", {token} of KV cache a token, {full} for a full context"
+        rows.append([f"in {dtype}", line])
     return columns(rows)
+
+
+def _shape_lines(facts: Mapping[str, Any]) -> list[list[str]]:
+    if "num_layers" not in facts:
+        return [["runs with", "transformers, over our pages"]]
+    return [
+        ["layers", f"{facts['num_layers']} of width {facts['hidden_size']}"],
+        ["heads", f"{facts['num_heads']}, with {facts['num_kv_heads']} of keys and values, of width {facts['head_dim']}"],
+    ]
