@@ -111,6 +111,12 @@ class EngineConfig(BaseModel):
     enable_prefix_caching: bool = _setting(
         "Memory", True, "Keep the pages of finished and retracted work, and share them between requests that start alike."
     )
+    kv_offload_memory_bytes: Int = _setting(
+        "Memory",
+        0,
+        "Host memory in which pages that the prefix cache must give up are kept, to be brought back when they match.",
+        ge=0,
+    )
 
     speculate: Words = _setting("Decoding", (), "Drafter, as `name` or `name:key=value,key=value`; `off` is plain decoding.")
     attention_backend: str = _setting("Decoding", "auto", "Attention implementation, or auto.", min_length=1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from slipstream.cache.ledger import Ledger
-from slipstream.cache.prefix import Node
+from slipstream.cache.prefix import NOWHERE, Node
 from slipstream.engine.runner import Runner
 from tests.fuzz.auditor import must
 
@@ -34,8 +34,13 @@ def check_cached(ledger: Ledger, answered: Sequence[tuple[str, Sequence[int], Se
         must(known, f"cached work must be the beginning of an answer, but {tokens} is of none")
         if runner is None:
             continue
-        keys, positions = runner.kv.layer(0)
-        slots = slice(path[-1].page * size, (path[-1].page + 1) * size)
-        start = len(tokens) - size
-        must(keys[slots].flatten().tolist() == list(path[-1].tokens), f"page {path[-1].page} must hold {path[-1].tokens}")
-        must(positions[slots].flatten().tolist() == list(range(start, start + size)), f"page {path[-1].page} is out of place")
+        ((kv, host_kv),) = runner._pages._caches
+        for cache, page in ((kv, path[-1].page), (host_kv, path[-1].host_page)):
+            if page == NOWHERE:
+                continue
+            assert cache is not None
+            keys, positions = cache.layer(0)
+            slots = slice(page * size, (page + 1) * size)
+            start = len(tokens) - size
+            must(keys[slots].flatten().tolist() == list(path[-1].tokens), f"page {page} must hold {path[-1].tokens}")
+            must(positions[slots].flatten().tolist() == list(range(start, start + size)), f"page {page} is out of place")

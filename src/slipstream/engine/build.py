@@ -98,11 +98,13 @@ def assemble_engine(
         built = dict([build_drafter(config.speculate[0] if config.speculate else "off", target)])
     else:
         built = {name: make(target) for name, make in drafters.items()}
+    num_host_pages = pick_num_host_pages(model, config)
     memory = plan_memory(
         model,
         config,
         context_len=context_len,
         num_pages=num_pages,
+        num_host_pages=num_host_pages,
         num_parameters=num_parameters,
         drafters=built.values(),
         memory=memory_of(device),
@@ -110,11 +112,13 @@ def assemble_engine(
     memory.check()
     log.table(logger, logging.INFO, "memory", memory.text, memory.fields)
     kv = KVCache(model.kv_layers, all_pages, config.page_size, device, poison=config.debug)
+    host_kv = KVCache(model.kv_layers, num_host_pages, config.page_size, torch.device("cpu")) if num_host_pages else None
     runner = Runner(
         model=model,
         attention=attention or attention_backend(config.attention_backend),
         drafters=built,
         kv=kv,
+        host_kv=host_kv,
         num_slots=config.max_num_seqs,
         context_len=context_len,
         eos_token_ids=eos_token_ids,
@@ -123,7 +127,15 @@ def assemble_engine(
         debug=config.debug,
     )
     scheduler = Scheduler(
-        Ledger(config.max_num_seqs, num_pages, config.page_size, NUM_RESERVED_PAGES, order, config.enable_prefix_caching),
+        Ledger(
+            config.max_num_seqs,
+            num_pages,
+            config.page_size,
+            NUM_RESERVED_PAGES,
+            order,
+            caching=config.enable_prefix_caching,
+            num_host_pages=num_host_pages,
+        ),
         {name: DraftLimits(d.depth, d.num_nodes, d.max_writes, d.shifted_kv) for name, d in built.items()},
         next(iter(built)),
         config.max_num_batched_tokens,
@@ -148,7 +160,7 @@ def pick_device(name: str) -> torch.device:
 
 def pick_num_pages(model: CausalLM, config: EngineConfig, context_len: int) -> int:
     """Pages requests may hold: as configured, else what --max-num-seqs full contexts need, as far as memory goes."""
-    page_bytes = config.page_size * sum(layer.bytes_per_token for layer in model.kv_layers)
+    page_bytes = _page_bytes(model, config)
     if config.num_pages is not None:
         pages = config.num_pages
     elif config.kv_cache_memory_bytes is not None:
@@ -162,6 +174,20 @@ def pick_num_pages(model: CausalLM, config: EngineConfig, context_len: int) -> i
             hint="raise --kv-cache-memory-bytes or --num-pages",
         )
     return pages
+
+
+def pick_num_host_pages(model: CausalLM, config: EngineConfig) -> int:
+    """Pages of host memory that the prefix cache may use besides. Raises `ConfigError` where there is not so much."""
+    wanted, free = config.kv_offload_memory_bytes, available_memory_bytes()
+    if wanted > free:
+        raise ConfigError(
+            f"--kv-offload-memory-bytes must be at most the {free} bytes that are free, but got {wanted}", hint="give it less"
+        )
+    return wanted // _page_bytes(model, config)
+
+
+def _page_bytes(model: CausalLM, config: EngineConfig) -> int:
+    return config.page_size * sum(layer.bytes_per_token for layer in model.kv_layers)
 
 
 def available_memory_bytes() -> int:

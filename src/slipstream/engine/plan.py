@@ -110,13 +110,16 @@ class VerifyRow:
 class StepPlan:
     """One step. Rows that sample are, in this order, the last chunks and then `rows`.
 
-    Applied in this order: retires, admits, page_deltas, page_copies (pairs source, target), then the forward pass.
+    Applied in this order: retires, admits, page_deltas, page_saves (pairs page, host page), page_loads (pairs host page, page),
+    page_copies (pairs of pages: source, target), then the forward pass.
     """
 
     step: int
     retires: tuple[Retire, ...] = ()
     admits: tuple[Admit, ...] = ()
     page_deltas: tuple[PageDelta, ...] = ()
+    page_saves: tuple[tuple[int, int], ...] = ()
+    page_loads: tuple[tuple[int, int], ...] = ()
     page_copies: tuple[tuple[int, int], ...] = ()
     chunks: tuple[Chunk, ...] = ()
     rows: tuple[VerifyRow, ...] = ()

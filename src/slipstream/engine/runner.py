@@ -21,6 +21,7 @@ from slipstream.attention.layout import build_layout
 from slipstream.engine.device_state import DeviceState
 from slipstream.engine.drafting import Drafting
 from slipstream.engine.masks import MaskPort
+from slipstream.engine.page_moves import PageMoves
 from slipstream.engine.plan import StepPlan, StepResult
 from slipstream.engine.prompt_logprobs import prompt_logprobs
 from slipstream.engine.row_logprobs import LogprobsMode, RowLogprobs
@@ -41,6 +42,7 @@ class Runner:
         attention: the attention backend.
         drafters: by name.
         kv: the target's KV cache.
+        host_kv: where evicted pages are kept; None: nowhere.
         num_slots: most requests that run at once (the padding row comes on top).
         context_len: most tokens a request may have.
         eos_token_ids: masked while a row has fewer than min_tokens tokens.
@@ -55,6 +57,7 @@ class Runner:
         attention: AttentionBackend,
         drafters: Mapping[str, Drafter],
         kv: KVCache,
+        host_kv: KVCache | None = None,
         num_slots: int,
         context_len: int,
         eos_token_ids: tuple[int, ...],
@@ -72,6 +75,7 @@ class Runner:
         self.relay = FutureMap(num_slots + 1, specs, device, debug, declare=declared)
         self.sampling = SamplingState(num_slots + 1, model.vocab_size, eos_token_ids, device)
         self._drafting = Drafting(drafters, self.relay, self.state, self.sampling, kv)
+        self._pages = PageMoves([(kv, host_kv)])
         self._masks = MaskPort(model.vocab_size, device)
         self._logprobs = RowLogprobs(logprobs_mode)
 
@@ -144,9 +148,8 @@ class Runner:
             self.relay.open(opened, upload([admit.computed_len for admit in plan.admits]))
         for delta in plan.page_deltas:
             self.state.extend(delta)
-        if plan.page_copies:
-            source, target = zip(*plan.page_copies, strict=True)
-            self.kv.copy_pages(upload(source), upload(target))
+        if plan.page_saves or plan.page_loads or plan.page_copies:
+            self._pages.move(plan)
 
     def _base_lens(self, plan: StepPlan, rows: Rows) -> Tensor:
         """[C + R] int64 keys from earlier steps: the plan knows where chunks start, the relay how long decoding rows are."""

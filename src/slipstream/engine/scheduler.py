@@ -51,7 +51,6 @@ class _Draft:
 
     admits: list[Admit] = field(default_factory=list)
     deltas: list[PageDelta] = field(default_factory=list)
-    copies: list[tuple[int, int]] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
     prompts: list[Request] = field(default_factory=list)  # whose the chunks are
 
@@ -126,6 +125,7 @@ class Scheduler:
             return self._nothing_planned()
         replaced = [delta for holding, delta in self._replaced if not holding.released]
         self._replaced = []
+        moves = self.ledger.take_moves()
         self._step += 1
         retires, self._retires = tuple(self._retires), []
         plan = StepPlan(
@@ -133,7 +133,9 @@ class Scheduler:
             retires=retires,
             admits=tuple(draft.admits),
             page_deltas=(*replaced, *draft.deltas),
-            page_copies=tuple(draft.copies),
+            page_saves=moves.saves,
+            page_loads=moves.loads,
+            page_copies=moves.copies,
             chunks=tuple(draft.chunks),
             rows=tuple(verify_rows),
         )
@@ -226,11 +228,10 @@ class Scheduler:
     def _admit(self, request: Request, match: Match, draft: _Draft) -> None:
         self.waiting.remove(request)
         self._policy.note_admitted(request, self.waiting)
-        holding, copies = self.ledger.admit(match, len(request.tokens), request.request.cache_salt)
+        holding = self.ledger.admit(match, len(request.tokens), request.request.cache_salt)
         request.admitted(holding, match.computed_len, time.monotonic())
         self.num_cached_tokens += match.computed_len
         self.running.add(request)
-        draft.copies.extend(copies)
         draft.deltas.append(PageDelta(holding.slot, 0, tuple(holding.table.pages)))
         draft.admits.append(
             Admit(
