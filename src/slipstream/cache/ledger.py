@@ -131,7 +131,7 @@ class Ledger:
         self._epochs = [0] * (num_slots + 1)
         self._holders = [0] * (first_page + num_pages)  # how many holdings each page has, parted ones included
         self._tree = PrefixTree(page_size, num_host_pages)
-        self._saves: list[tuple[int, int]] = []
+        self._saves: dict[int, int] = {}  # host page -> page: what goes to the same place twice in a plan goes once
         self._loads: list[tuple[int, int]] = []
         self._copies: list[tuple[int, int]] = []
         self._held: dict[int, Holding] = {}
@@ -180,6 +180,7 @@ class Ledger:
             return NO_MATCH
         size, most = self.page_size, len(tokens) - 1
         nodes = self._tree.match(salt, tokens)
+        foreign = [place for place, node in enumerate(nodes) if node.drafter != drafter]
         copied: int | Node | None = None
         computed = len(nodes) * size
         if computed > most or (shifted_kv and nodes):  # of the last page all but its last token
@@ -189,8 +190,8 @@ class Ledger:
             copied, computed = sibling.table.pages[len(nodes)], most
         if computed == len(nodes) * size:
             copied = None
-        foreign = [place for place, node in enumerate(nodes) if node.drafter != drafter]
-        return Match(tuple(nodes), copied, computed, (foreign[-1] + 1) * size if foreign else 0)
+        draft_from = min((foreign[-1] + 1) * size, computed) if foreign else 0
+        return Match(tuple(nodes), copied, computed, draft_from)
 
     def room_for(self, match: Match, num_tokens: int) -> int:
         """Pages that would be left after an admission of `num_tokens` tokens with this match; below 0: it cannot be."""
@@ -245,9 +246,11 @@ class Ledger:
 
     def take_moves(self) -> Moves:
         """What the next step must begin with, handed out once."""
-        moves = Moves(tuple(self._saves), tuple(self._loads), tuple(self._copies))
-        for each in (self._saves, self._loads, self._copies):
-            each.clear()
+        saves = tuple((page, host_page) for host_page, page in self._saves.items())
+        moves = Moves(saves, tuple(self._loads), tuple(self._copies))
+        self._saves.clear()
+        self._loads.clear()
+        self._copies.clear()
         self._tree.planned()
         return moves
 
@@ -303,6 +306,7 @@ class Ledger:
         """Forget all cached work. What running requests hold stays theirs and is shared no more."""
         for holding in self._held.values():
             holding.detached = True
+        self._saves.clear()
         for page in self._tree.clear():
             self._pages.give(page)
 
@@ -324,7 +328,7 @@ class Ledger:
         else:
             page, host_page = self._tree.evict()
             if host_page != NOWHERE:
-                self._saves.append((page, host_page))
+                self._saves[host_page] = page
         self._holders[page] = 1
         return page
 
