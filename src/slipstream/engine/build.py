@@ -93,7 +93,8 @@ def assemble_engine(
     context_len = context_len or min(model.context_len, config.max_model_len or model.context_len)
     num_pages = pick_num_pages(model, config, context_len)
     all_pages = num_pages + NUM_RESERVED_PAGES
-    target = Target(model, all_pages, config.page_size)
+    attention = attention or attention_backend(config.attention_backend)
+    target = Target(model, all_pages, config.page_size, device, attention)
     if drafters is None:
         built = dict([build_drafter(config.speculate[0] if config.speculate else "off", target)])
     else:
@@ -115,7 +116,7 @@ def assemble_engine(
     host_kv = KVCache(model.kv_layers, num_host_pages, config.page_size, torch.device("cpu")) if num_host_pages else None
     runner = Runner(
         model=model,
-        attention=attention or attention_backend(config.attention_backend),
+        attention=attention,
         drafters=built,
         kv=kv,
         host_kv=host_kv,

@@ -25,6 +25,7 @@ class ChunkTokens:
         slots: [C] int64. starts: [C] int64, position of each chunk's first token. lens: tokens a chunk (host).
         tokens: [T_c] int64, flat. next_tokens: [T_c] int64: the token after each (the sampled one behind a last chunk).
         is_last: per chunk (host): it sampled, and its row is one of the verdict's.
+        page_tables: [C, max_pages] int64. draft_from: [C] int64. max_lens: position of each chunk's last token (host).
     """
 
     slots: Tensor
@@ -33,6 +34,9 @@ class ChunkTokens:
     tokens: Tensor
     next_tokens: Tensor
     is_last: tuple[bool, ...]
+    page_tables: Tensor
+    draft_from: Tensor
+    max_lens: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import torch
 
 import slipstream.speculate
+from slipstream.attention.base import AttentionBackend
+from slipstream.attention.reference import ReferenceBackend
 from slipstream.errors import ConfigError
 from slipstream.models.base import CausalLM
 from slipstream.speculate.base import Drafter
@@ -16,17 +20,24 @@ _NOT_DRAFTERS = frozenset({"base", "registry", "verify"})
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a drafter is built against: the target model and the pages its own KV would share."""
+    """What a drafter is built against: the target model and the pages its own KV would share.
+
+    Attributes:
+        num_pages: the reserved ones included.
+        device, attention: where the target is and what it attends with; a drafter's own layers do the same.
+    """
 
     model: CausalLM
     num_pages: int
     page_size: int
+    device: torch.device = torch.device("cpu")
+    attention: AttentionBackend = field(default_factory=ReferenceBackend)
 
 
 def drafter_names() -> tuple[str, ...]:
     """Values --speculate takes before the colon."""
     modules = pkgutil.iter_modules(slipstream.speculate.__path__)
-    return tuple(sorted(m.name for m in modules if m.name not in _NOT_DRAFTERS))
+    return tuple(sorted(m.name for m in modules if not m.ispkg and m.name not in _NOT_DRAFTERS))
 
 
 def parse_spec(spec: str) -> tuple[str, dict[str, str]]:
