@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import httpx
 
+from slipstream.cli.events import EventData
 from slipstream.cli.measure import Timeline
 from slipstream.errors import ConfigError
 
@@ -125,9 +126,11 @@ async def _one(client: httpx.AsyncClient, load: Load, prompt: str, measured: Mea
             if response.status_code != 200:
                 text = (await response.aread()).decode(errors="replace")
                 raise ValueError(f"HTTP {response.status_code}: {text[:200]}")
-            async for line in response.aiter_lines():
-                if line.startswith("data:") and (data := line[5:].strip()) != "[DONE]":
-                    _note(timeline, json.loads(data))
+            events = EventData()
+            async for piece in response.aiter_bytes():
+                for data in events.feed(piece):
+                    if data != "[DONE]":
+                        _note(timeline, json.loads(data))
         if not timeline.arrivals_s:
             raise ValueError("no token")
     except (httpx.HTTPError, ValueError) as error:
