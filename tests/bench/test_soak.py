@@ -16,7 +16,8 @@ from bench.trend import trend
 from slipstream.cli.measure import Timeline
 
 MIB = 2**20
-IDLE = {"running": 0.0, "waiting": 0.0, "paused": 0.0, "used": 0.0, "evictable": 3.0, "free": 5.0, "pool": 8.0, "retractions": 2.0}
+IDLE = {"running": 0.0, "waiting": 0.0, "paused": 0.0, "retractions": 2.0}
+IDLE |= {"used": 0.0, "evictable": 3.0, "free": 5.0, "pool": 8.0}
 
 
 def tally() -> Tally:

@@ -1,5 +1,5 @@
-"""Takes a stream of server-sent events apart. Its lines end with \\n, \\r\\n or \\r alone: a U+2028 or U+0085 in a text is no end of
-a line, as it would be for `str.splitlines` and the line iterators built on it.
+"""Takes a stream of server-sent events apart. Its lines end with \\n, \\r\\n or \\r alone: a U+2028 or U+0085 in a text is no end
+of a line, as it would be for `str.splitlines` and the line iterators built on it.
 """
 
 from __future__ import annotations
