@@ -51,6 +51,7 @@ SIMPLEST = {
     "num_host_pages": 0,
     "headroom": 64,
     "order": "fcfs",
+    "adaptive": False,
 }
 MODELS = ("hash 1", "hash 1", "hash 2")
 
@@ -96,6 +97,7 @@ class Setting:
     headroom: int = 64
     order: Literal["fcfs", "cache-aware"] = "fcfs"
     num_host_pages: int = 0
+    adaptive: bool = False
 
 
 @dataclass(frozen=True)
@@ -140,6 +142,7 @@ def draw(rng: random.Random, models: Sequence[str] = MODELS, num_jobs: int = NUM
         headroom=rng.choice((0, 0, 0, 4, 64)),
         order=rng.choice(("fcfs", "fcfs", "cache-aware")),
         num_host_pages=rng.choice((0, 0, 1, 3, 20)),
+        adaptive=rng.random() < 0.2,
     )
     actions: list[tuple[str, int]] = []
     for place in range(len(requests)):
@@ -192,6 +195,7 @@ def _build(setting: Setting, checked: bool) -> Engine:
         enable_prefix_caching=setting.caching,
         admission_headroom_tokens=setting.headroom,
         scheduling_policy=setting.order,
+        adaptive_speculation=setting.adaptive,
         kv_offload_memory_bytes=setting.num_host_pages * setting.page_size * token_bytes,
         debug=checked,
     )

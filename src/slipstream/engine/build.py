@@ -27,6 +27,7 @@ from slipstream.models.base import CausalLM
 from slipstream.observe import log
 from slipstream.speculate.base import Drafter
 from slipstream.speculate.registry import Target, build_drafter
+from slipstream.speculate.width import WidthModel
 from slipstream.text.detokenize import StopScanner
 from slipstream.weights import load
 from slipstream.weights.loaded import LoadedModel
@@ -140,6 +141,7 @@ def assemble_engine(
         next(iter(built)),
         config.max_num_batched_tokens,
         Policy(config.scheduling_policy, config.admission_headroom_tokens),
+        _widths(next(iter(built.values())), config),
     )
     return Engine(
         scheduler=scheduler,
@@ -151,6 +153,11 @@ def assemble_engine(
         stop_text=stop_text,
         debug=config.debug,
     )
+
+
+def _widths(drafter: Drafter, config: EngineConfig) -> WidthModel | None:
+    """The cost model; without one, every step drafts as much as it may."""
+    return WidthModel(drafter.depth, drafter.num_nodes) if config.adaptive_speculation and drafter.num_nodes else None
 
 
 def pick_device(name: str) -> torch.device:

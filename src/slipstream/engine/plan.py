@@ -188,7 +188,7 @@ class StepResult:
         grammar_ends: [rows] int64, committed tokens up to and with the one that closed the row's grammar; -1: not closed.
         grammar_errors: row -> what went wrong with its grammar.
         logprobs: None when no row asked.
-        device_s: seconds the device step took.
+        device_s: seconds the device step took. draft_s: of them, those in drafters.
         prompt_logprobs: place in the plan's chunks -> logprobs, for those that asked.
     """
 
@@ -200,4 +200,5 @@ class StepResult:
     grammar_errors: dict[int, str]
     logprobs: StepLogprobs | None
     device_s: float
+    draft_s: float = 0.0
     prompt_logprobs: Mapping[int, ChunkLogprobs] = field(default_factory=dict)

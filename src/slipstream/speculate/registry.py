@@ -11,7 +11,7 @@ from slipstream.errors import ConfigError
 from slipstream.models.base import CausalLM
 from slipstream.speculate.base import Drafter
 
-_NOT_DRAFTERS = frozenset({"base", "registry", "verify"})
+_NOT_DRAFTERS = frozenset({"base", "registry", "verify", "width"})
 
 
 @dataclass(frozen=True, slots=True)
