@@ -96,7 +96,7 @@ async def _first_model(client: httpx.AsyncClient) -> str:
     except httpx.HTTPStatusError as error:
         raise ConfigError(
             f"the server must list its models, but got HTTP {error.response.status_code}: {error.response.text[:200]}",
-            hint="--bearer KEY or OPENAI_API_KEY where it asks for a key",
+            hint="--api-key KEY or OPENAI_API_KEY where it asks for a key",
         ) from None
     except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
         raise ConfigError(
