@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
@@ -28,6 +28,7 @@ from slipstream.observe import log
 from slipstream.speculate.base import Drafter
 from slipstream.speculate.registry import Target, build_drafter
 from slipstream.text.detokenize import StopScanner
+from slipstream.text.tokenizer import Tokenizer
 from slipstream.weights import load
 from slipstream.weights.loaded import LoadedModel
 
@@ -54,6 +55,7 @@ def build_engine(config: EngineConfig, on_progress: Callable[[str, float], None]
         context_len=loaded.context_len,
         device=device,
         num_parameters=loaded.num_parameters,
+        tokenizer=loaded.tokenizer,
     )
     return engine, loaded
 
@@ -71,6 +73,7 @@ def assemble_engine(
     executor: Callable[[Device], Executor] = ThreadExecutor,
     order: ReuseOrder = "newest",
     num_parameters: int = 0,
+    tokenizer: Tokenizer | None = None,
 ) -> Engine:
     """Build an engine around a model.
 
@@ -86,18 +89,20 @@ def assemble_engine(
         executor: where steps run.
         order: which free slot or page is reused first.
         num_parameters: of the model, for the memory table.
+        tokenizer: of the model, for drafters; None: not known.
 
     Raises `ConfigError` where what is allocated here, or a full step, cannot fit; logs the memory table otherwise.
     """
     device = device or torch.device("cpu")
     context_len = context_len or min(model.context_len, config.max_model_len or model.context_len)
-    num_pages = pick_num_pages(model, config, context_len)
-    all_pages = num_pages + NUM_RESERVED_PAGES
-    target = Target(model, all_pages, config.page_size)
+    attention = attention or attention_backend(config.attention_backend)
+    target = Target(model, config.page_size, device, attention, tokenizer)
     if drafters is None:
         built = dict([build_drafter(config.speculate[0] if config.speculate else "off", target)])
     else:
         built = {name: make(target) for name, make in drafters.items()}
+    num_pages = pick_num_pages(model, config, context_len, built.values())
+    all_pages = num_pages + NUM_RESERVED_PAGES
     memory = plan_memory(
         model,
         config,
@@ -110,9 +115,12 @@ def assemble_engine(
     memory.check()
     log.table(logger, logging.INFO, "memory", memory.text, memory.fields)
     kv = KVCache(model.kv_layers, all_pages, config.page_size, device, poison=config.debug)
+    for drafter in built.values():
+        if drafter.kv_layers:
+            drafter.kv = KVCache(drafter.kv_layers, all_pages, config.page_size, device, poison=config.debug)
     runner = Runner(
         model=model,
-        attention=attention or attention_backend(config.attention_backend),
+        attention=attention,
         drafters=built,
         kv=kv,
         num_slots=config.max_num_seqs,
@@ -124,7 +132,7 @@ def assemble_engine(
     )
     scheduler = Scheduler(
         Ledger(config.max_num_seqs, num_pages, config.page_size, NUM_RESERVED_PAGES, order, config.enable_prefix_caching),
-        {name: DraftLimits(d.depth, d.num_nodes, d.max_writes, d.shifted_kv) for name, d in built.items()},
+        {name: DraftLimits(d.depth, d.num_nodes, d.max_writes, d.shifted_kv, d.kv_behind) for name, d in built.items()},
         next(iter(built)),
         config.max_num_batched_tokens,
         Policy(config.scheduling_policy, config.admission_headroom_tokens),
@@ -146,9 +154,13 @@ def pick_device(name: str) -> torch.device:
     return torch.device("cpu" if name == "auto" else name)
 
 
-def pick_num_pages(model: CausalLM, config: EngineConfig, context_len: int) -> int:
-    """Pages requests may hold: as configured, else what --max-num-seqs full contexts need, as far as memory goes."""
-    page_bytes = config.page_size * sum(layer.bytes_per_token for layer in model.kv_layers)
+def pick_num_pages(model: CausalLM, config: EngineConfig, context_len: int, drafters: Iterable[Drafter] = ()) -> int:
+    """Pages requests may hold: as configured, else what --max-num-seqs full contexts need, as far as memory goes.
+
+    A page counts with what the drafters' own KV stores in it.
+    """
+    layers = [*model.kv_layers, *(layer for drafter in drafters for layer in drafter.kv_layers)]
+    page_bytes = config.page_size * sum(layer.bytes_per_token for layer in layers)
     if config.num_pages is not None:
         pages = config.num_pages
     elif config.kv_cache_memory_bytes is not None:

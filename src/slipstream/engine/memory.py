@@ -165,6 +165,9 @@ def plan_memory(
 
     pool = f"{num_pages} of {config.page_size} tokens: {num_pages * config.page_size} tokens of {amount(kv_bytes)}"
     kv = (num_pages + NUM_RESERVED_PAGES) * config.page_size * kv_bytes
+    draft_bytes = sum(one.bytes_per_token for drafter in drafters for one in drafter.kv_layers)
+    draft_kv = (num_pages + NUM_RESERVED_PAGES) * config.page_size * draft_bytes
+    draft_pool = f"the same pages: {num_pages * config.page_size} tokens of {amount(draft_bytes)}"
     seqs, context, drafts = "--max-num-seqs", "--max-model-len", "--speculate"
 
     def at_start(name: str, num_bytes: int, what: str, *flags: str) -> MemoryItem:
@@ -177,6 +180,7 @@ def plan_memory(
     items = [
         MemoryItem("weights", num_parameters * size, parameters, ("--dtype",)),
         at_start("KV pages", kv, pool, "--num-pages", "--kv-cache-memory-bytes"),
+        at_start("draft KV pages", draft_kv, draft_pool, "--num-pages", "--kv-cache-memory-bytes", drafts),
         at_start("token history", slots * (context_len + 2) * INT_BYTES, f"{slots} slots of {context_len} tokens", seqs, context),
         at_start("page tables", slots * max_pages * INT_BYTES, f"{slots} slots of {max_pages} pages", seqs, context),
         at_start("slot numbers", slots * SLOT_BYTES, f"{slots} slots: sampling, lengths, limits", seqs),

@@ -64,6 +64,7 @@ class Runner:
     ) -> None:
         self.model = model
         self.kv = kv
+        self._paged = (kv, *(drafter.kv for drafter in drafters.values() if drafter.kv is not None))
         self._attention = attention
         self._device = device
         self._debug = debug
@@ -146,7 +147,8 @@ class Runner:
             self.state.extend(delta)
         if plan.page_copies:
             source, target = zip(*plan.page_copies, strict=True)
-            self.kv.copy_pages(upload(source), upload(target))
+            for kv in self._paged:
+                kv.copy_pages(upload(source), upload(target))
 
     def _base_lens(self, plan: StepPlan, rows: Rows) -> Tensor:
         """[C + R] int64 keys from earlier steps: the plan knows where chunks start, the relay how long decoding rows are."""
