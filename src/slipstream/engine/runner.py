@@ -107,7 +107,7 @@ class Runner:
             of_prompts = prompt_logprobs(plan, index, hidden, self.state.history, self.model)
             with declared("the result travels to the host"):
                 tokens, accept_lens = verdict.tokens.numpy(force=True), verdict.accept_lens.numpy(force=True)
-                non_finite = verdict.non_finite.numpy(force=True)
+                num_drafted, non_finite = sampled.draft.num_nodes.numpy(force=True), verdict.non_finite.numpy(force=True)
         # Tokens of sick logits mean nothing; a matcher that took them would blame the grammar.
         sound = np.where(non_finite < 0, accept_lens, non_finite)
         grammar_ends, errors = self._masks.commit(plan, tokens, sound)
@@ -115,6 +115,7 @@ class Runner:
             step=plan.step,
             tokens=tokens,
             accept_lens=accept_lens,
+            num_drafted=num_drafted,
             non_finite=non_finite,
             grammar_ends=grammar_ends,
             grammar_errors=errors,

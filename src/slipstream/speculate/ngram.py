@@ -123,7 +123,7 @@ class Corpus:
         self._keys: list[Tensor] = []
         self._following: list[Tensor] = []
         hashed = torch.zeros_like(tokens)
-        for n in range(1, max_n + 1):
+        for n in range(1, min(max_n, len(tokens) - 1) + 1):
             # Of the runs that end at each place: the oldest token counts with the highest power.
             hashed = hashed[1:] if n > 1 else hashed
             hashed = hashed + (tokens[: len(hashed)] + 1) * pow(HASH_BASE, n - 1, 2**63)
@@ -141,7 +141,7 @@ class Corpus:
         for n, (keys, places) in enumerate(zip(self._keys, self._following, strict=True), 1):
             token = suffix[:, n - 1]
             hashed = hashed + (token + 1) * pow(HASH_BASE, n - 1, 2**63)
-            if n < min_n or not len(keys):
+            if n < min_n:
                 continue
             at = torch.searchsorted(keys, hashed).clamp(max=len(keys) - 1)
             known = (keys[at] == hashed) & (token >= 0)
