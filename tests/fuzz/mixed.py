@@ -26,7 +26,10 @@ class MixedScheduler(Scheduler):
         self._names = tuple(drafters)
         each = drafters.values()
         widest = DraftLimits(
-            max(one.depth for one in each), max(one.num_nodes for one in each), max(one.max_writes for one in each)
+            max(one.depth for one in each),
+            max(one.num_nodes for one in each),
+            max(one.max_writes for one in each),
+            kv_behind=max(one.kv_behind for one in each),
         )
         super().__init__(ledger, dict.fromkeys(drafters, widest), drafter, max_num_batched_tokens, policy, widths)
 

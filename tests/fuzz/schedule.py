@@ -12,12 +12,16 @@ from dataclasses import dataclass, replace
 from typing import Literal
 from unittest import mock
 
+import torch
+
 from slipstream.cache.pages import pages_for
 from slipstream.config import EngineConfig
 from slipstream.engine import build as engine_build
 from slipstream.engine.loop import Engine
 from slipstream.engine.runner import Runner
 from slipstream.engine.scheduler import Scheduler
+from slipstream.speculate.draft_model import DraftModel
+from slipstream.speculate.ngram import Corpus, NGram
 from slipstream.speculate.off import Off
 from slipstream.testing.adversarial import AdversarialExecutor
 from slipstream.testing.drafters import DrafterFactory, partial, rand_chain, rand_tree, self_chain, self_tree
@@ -31,9 +35,11 @@ from tests.fuzz.universe import (
     CONTEXT,
     EOS,
     NUM_JOBS,
+    VOCAB,
     attention_of,
     jobs,
     model_of,
+    other_model,
     relatives,
     right_answer,
     stop_text,
@@ -73,11 +79,17 @@ def drafters(model: str) -> dict[str, DrafterFactory]:
         "relaying 1": relaying(partial(1, attention=attention), 1),
         "relaying 3": relaying(partial(3, 2, attention=attention), 3, probs_steps=2),
         "relaying 7": relaying(rand_tree(7), 7),
+        "ngram 3": lambda target: NGram(3, 1, 3),
+        "ngram 7": lambda target: NGram(7, 1, 2, Corpus(torch.arange(32, VOCAB - 2).repeat(2), 2)),
+        "draft model 1": lambda target: DraftModel(target.model, target, 1),
+        "draft model 3": lambda target: DraftModel(target.model, target, 3),
+        "other draft model 3": lambda target: DraftModel(other_model(model), target, 3),
     }
 
 
 MIXED = ("self tree 3", "relaying 3", "off", "rand 3", "relaying 1")
-DRAFTERS = (*drafters("hash 1"), "mixed", "mixed")
+MIXES = {"mixed": MIXED, "mixed models": ("draft model 3", "ngram 3", "draft model 1", "off")}
+DRAFTERS = (*drafters("hash 1"), *MIXES)
 
 
 @dataclass(frozen=True)
@@ -181,8 +193,8 @@ def build_unchecked(setting: Setting) -> Engine:
 
 def _build(setting: Setting, checked: bool) -> Engine:
     known = drafters(setting.model)
-    names = MIXED if setting.drafter == "mixed" else (setting.drafter,)
-    scheduler = MixedScheduler if setting.drafter == "mixed" else Scheduler
+    names = MIXES.get(setting.drafter, (setting.drafter,))
+    scheduler = MixedScheduler if setting.drafter in MIXES else Scheduler
     adversary = AdversarialExecutor.factory(setting.executor_seed)
     token_bytes = sum(layer.bytes_per_token for layer in model_of(setting.model).kv_layers)
     config = EngineConfig(

@@ -184,6 +184,7 @@ class StepResult:
         step: the plan's number.
         tokens: [rows, depth + 1] int64, -1 behind the committed ones.
         accept_lens: [rows] int64, 0 to depth + 1, bonus counted.
+        num_drafted: [rows] int64, nodes that were verified: of those planned, as many as the drafter had.
         non_finite: [rows] int64, index of the first committed token that came from logits that are not finite; -1: none.
         grammar_ends: [rows] int64, committed tokens up to and with the one that closed the row's grammar; -1: not closed.
         grammar_errors: row -> what went wrong with its grammar.
@@ -195,6 +196,7 @@ class StepResult:
     step: int
     tokens: IntArray
     accept_lens: IntArray
+    num_drafted: IntArray
     non_finite: IntArray
     grammar_ends: IntArray
     grammar_errors: dict[int, str]

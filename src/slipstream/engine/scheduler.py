@@ -35,6 +35,7 @@ class DraftLimits:
     num_nodes: int
     max_writes: int
     shifted_kv: bool = False
+    kv_behind: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,6 +309,8 @@ class Scheduler:
         self.running.remove(request)
         self._retires.append(Retire(holding.slot, holding.epoch))
         settled = request.prefilled if request.is_prefilling else len(request.tokens) - 1
+        if settled > request.prefill_len:  # of what steps have decoded, what its drafter's own KV has for sure
+            settled = max(request.prefill_len, settled - self._limits.kv_behind)
         self.ledger.cache(holding, request.tokens, settled, self._drafter_of(request))
         self.ledger.release(holding)
 
