@@ -1,4 +1,4 @@
-"""Reported failures of speculation, as tests with n-gram drafts: stops, limits, penalties, logprobs, cancels, slots in use again."""
+"""Reported failures of speculation, as tests with n-gram drafts: stops, limits, penalties, logprobs, cancels, reused slots."""
 
 from __future__ import annotations
 
