@@ -1,4 +1,4 @@
-"""Reported failures of speculation, as tests with n-gram drafts: stops, limits, penalties, logprobs, cancels, a slot's next owner."""
+"""Reported failures of speculation, as tests with n-gram drafts: stops, limits, penalties, logprobs, cancels, reused slots."""
 
 from __future__ import annotations
 
