@@ -146,6 +146,14 @@ def test_windows_norms_and_layers_without_rope_in_float64(family: str, lag: int,
     assert_equal(got, wanted, (family, name, lag, page_size))
 
 
+@pytest.mark.parametrize("name", ["self_chain", "self_tree", "rand", "partial"])
+@pytest.mark.parametrize("lag", [0, 1])
+def test_whatever_width_the_cost_model_chooses(wanted: list[Answer], lag: int, name: str) -> None:
+    got = run(HASH_LM, GREEDY_AND_SEEDED, lag=lag, chunk=64, drafters={name: DRAFTERS[name]}, adaptive_speculation=True)
+    assert_equal(got, wanted, (lag, name))
+    assert sum(answer.num_drafted for answer in got) > 0
+
+
 @pytest.mark.parametrize("k", [1, 3, 7])
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("steps", [0, 3])

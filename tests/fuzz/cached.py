@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from slipstream.cache.ledger import Ledger
-from slipstream.cache.prefix import Node
+from slipstream.cache.prefix import NOWHERE, Node
 from slipstream.engine.runner import Runner
 from slipstream.speculate.base import Drafter
 from slipstream.speculate.draft_model import DraftModel
@@ -37,15 +37,20 @@ def check_cached(ledger: Ledger, answered: Sequence[tuple[str, Sequence[int], Se
         if runner is None:
             continue
         drafter = runner._drafting._drafters[path[-1].drafter]
-        slots = slice(path[-1].page * size, (path[-1].page + 1) * size)
         start = len(tokens) - size
-        for kv, end in ((runner.kv, len(tokens)), (drafter.kv, min(len(tokens), _context_of(drafter)))):
-            if kv is None:
-                continue
-            keys, positions = (one[slots].flatten().tolist()[: max(end - start, 0)] for one in kv.layer(0))
+        for kv, host_kv in runner._pages._caches:
             whose = "the target's" if kv is runner.kv else "the draft model's"
-            must(keys == list(path[-1].tokens)[: len(keys)], f"{whose} page {path[-1].page} must hold {path[-1].tokens}")
-            must(positions == list(range(start, start + len(keys))), f"{whose} page {path[-1].page} is out of place")
+            end = len(tokens) if kv is runner.kv else min(len(tokens), _context_of(drafter))
+            if kv is not runner.kv and kv is not drafter.kv:
+                continue
+            for cache, page in ((kv, path[-1].page), (host_kv, path[-1].host_page)):
+                if page == NOWHERE:
+                    continue
+                assert cache is not None
+                slots = slice(page * size, (page + 1) * size)
+                keys, positions = (one[slots].flatten().tolist()[: max(end - start, 0)] for one in cache.layer(0))
+                must(keys == list(path[-1].tokens)[: len(keys)], f"{whose} page {page} must hold {path[-1].tokens}")
+                must(positions == list(range(start, start + len(keys))), f"{whose} page {page} is out of place")
 
 
 def _context_of(drafter: Drafter) -> int:

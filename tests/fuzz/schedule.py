@@ -47,6 +47,18 @@ from tests.fuzz.universe import (
 )
 
 MAX_STEPS = 3000
+SIMPLEST = {
+    "drafter": "off",
+    "lag": 0,
+    "num_seqs": 8,
+    "num_pages": 256,
+    "budget": 64,
+    "caching": False,
+    "num_host_pages": 0,
+    "headroom": 64,
+    "order": "fcfs",
+    "adaptive": False,
+}
 MODELS = ("hash 1", "hash 1", "hash 2")
 
 
@@ -96,6 +108,8 @@ class Setting:
     caching: bool = True
     headroom: int = 64
     order: Literal["fcfs", "cache-aware"] = "fcfs"
+    num_host_pages: int = 0
+    adaptive: bool = False
 
 
 @dataclass(frozen=True)
@@ -139,6 +153,8 @@ def draw(rng: random.Random, models: Sequence[str] = MODELS, num_jobs: int = NUM
         caching=rng.random() < 0.8,
         headroom=rng.choice((0, 0, 0, 4, 64)),
         order=rng.choice(("fcfs", "fcfs", "cache-aware")),
+        num_host_pages=rng.choice((0, 0, 1, 3, 20)),
+        adaptive=rng.random() < 0.2,
     )
     actions: list[tuple[str, int]] = []
     for place in range(len(requests)):
@@ -180,6 +196,7 @@ def _build(setting: Setting, checked: bool) -> Engine:
     names = MIXES.get(setting.drafter, (setting.drafter,))
     scheduler = MixedScheduler if setting.drafter in MIXES else Scheduler
     adversary = AdversarialExecutor.factory(setting.executor_seed)
+    token_bytes = sum(layer.bytes_per_token for layer in model_of(setting.model).kv_layers)
     config = EngineConfig(
         model="in-memory",
         lag=setting.lag,
@@ -190,6 +207,8 @@ def _build(setting: Setting, checked: bool) -> Engine:
         enable_prefix_caching=setting.caching,
         admission_headroom_tokens=setting.headroom,
         scheduling_policy=setting.order,
+        adaptive_speculation=setting.adaptive,
+        kv_offload_memory_bytes=setting.num_host_pages * setting.page_size * token_bytes,
         debug=checked,
     )
     with mock.patch.object(engine_build, "Scheduler", scheduler):
@@ -378,6 +397,6 @@ def _smaller(schedule: Schedule) -> Iterator[Schedule]:
     for at, (what, _) in enumerate(schedule.actions):
         if what != "add":
             yield replace(schedule, actions=schedule.actions[:at] + schedule.actions[at + 1 :])
-    for name, simple in (("drafter", "off"), ("lag", 0), ("num_seqs", 8), ("num_pages", 256), ("budget", 64), ("caching", False)):
+    for name, simple in SIMPLEST.items():
         if getattr(schedule.setting, name) != simple:
             yield replace(schedule, setting=replace(schedule.setting, **{name: simple}))

@@ -58,6 +58,7 @@ class Settler:
     def settle(self, launched: Launched, result: StepResult) -> list[EngineOutput]:
         """Take one step's result; returns the news of each request that is still there."""
         self._scheduler.settled(launched)
+        self._scheduler.learn(launched, result)
         outputs: list[EngineOutput] = []
         chunks = launched.plan.chunks
         for place, (request, chunk) in enumerate(zip(launched.named[: len(chunks)], chunks, strict=True)):

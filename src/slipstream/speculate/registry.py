@@ -17,7 +17,7 @@ from slipstream.models.base import CausalLM
 from slipstream.speculate.base import Drafter
 from slipstream.text.tokenizer import Tokenizer
 
-_NOT_DRAFTERS = frozenset({"base", "registry", "verify"})
+_NOT_DRAFTERS = frozenset({"base", "registry", "verify", "width"})
 
 
 @dataclass(frozen=True, slots=True)
