@@ -49,6 +49,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "output_len": args.output_len,
         "rounds": args.rounds,
         "lag": args.lag,
+        "adaptive_speculation": not args.fixed_width,
         "machine": machine(),
         "measured": time.strftime("%Y-%m-%d"),
         "results": {},
@@ -129,6 +130,7 @@ def _system(spec: str, args: argparse.Namespace, loaded: LoadedModel) -> Slipstr
         model=loaded.name,
         lag=args.lag,
         speculate=(spec,),
+        adaptive_speculation=not args.fixed_width,
         max_num_seqs=max(args.concurrency),
         max_num_batched_tokens=args.max_num_batched_tokens,
         num_pages=-(-args.context // 16) * max(args.concurrency),
@@ -155,6 +157,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--speculate", nargs="+", default=["ngram"], help="drafters, as the server's --speculate takes them")
+    parser.add_argument("--fixed-width", action="store_true", help="draft as much as may be, whatever the cost model says")
     parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS))
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32])
     parser.add_argument("--rounds", type=int, default=12, help="alternations; the interval needs at least ten")

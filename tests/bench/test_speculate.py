@@ -41,7 +41,8 @@ def test_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     checkpoint, path = str(tiny_checkpoint("llama")), tmp_path / "out.json"
     draft = f"draft_model:model={checkpoint},width=3"
     sizes = ["--concurrency", "1", "2", "--rounds", "2", "--input-len", "30", "--output-len", "12", "--context", "512"]
-    main(["--model", checkpoint, "--dtype", "float64", "--speculate", "ngram", draft, *sizes, "--json", str(path)])
+    systems = ["--dtype", "float64", "--fixed-width", "--speculate", "ngram", draft]
+    main(["--model", checkpoint, *systems, *sizes, "--json", str(path)])
     result = json.loads(path.read_text())
     assert set(result["results"]) == {"copy", "plain"}
     for cells in result["results"].values():
