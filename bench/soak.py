@@ -38,33 +38,25 @@ WARM_UP = 1 / 3  # of the time: buffers, pages and caches are touched for the fi
 START_S, IDLE_S, STOP_S = 300.0, 60.0, 60.0
 # Growth below this is an allocator's business; above it, and surely there, it is a leak.
 ALLOWED_BYTES, ALLOWED_SHARE = 4 * 2**20, 0.01
+PRESSURE_S = 60.0  # a run of this length has seen want of pages
 LEAST_JUDGED_S = 240.0  # of memory behind the warm-up; less says nothing
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 
-# The pool is too small for all that may run at once: requests wait, and cached pages are evicted.
-MODELS: dict[str, tuple[Sizes, int, tuple[str, ...]]] = {  # sizes, clients, flags
+# The pool is too small for all that may run at once, and nobody is left room to grow: requests wait, are paused and retracted,
+# and cached pages are evicted.
+MODELS: dict[str, tuple[Sizes, int, str]] = {  # sizes, clients, flags
     "tiny": (
         Sizes(long=300, short=40, max_tokens=24, exact=True),
         24,
-        (
-            "--dtype",
-            "float64",
-            "--num-threads",
-            "1",
-            "--max-num-seqs",
-            "16",
-            "--num-pages",
-            "120",
-            "--max-num-batched-tokens",
-            "96",
-        ),
+        "--dtype float64 --num-threads 1 --max-num-seqs 16 --num-pages 80 --max-num-batched-tokens 256 "
+        "--admission-headroom-tokens 0",
     ),
     "smollm2-135m": (
         Sizes(long=1000, short=120, max_tokens=24, exact=False),
         12,
-        ("--max-model-len", "1024", "--max-num-seqs", "8", "--num-pages", "100", "--max-num-batched-tokens", "256"),
+        "--max-model-len 1024 --max-num-seqs 8 --num-pages 66 --max-num-batched-tokens 256 --admission-headroom-tokens 0",
     ),
 }
 
@@ -89,7 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     seed = random.SystemRandom().randrange(2**31) if args.seed is None else args.seed
     print(f"seed {seed}", flush=True)
     seconds = 60 * args.minutes if args.hours is None else 3600 * args.hours
-    sizes, usual, flags = MODELS[args.model]
+    sizes, usual, flag_text = MODELS[args.model]
+    flags = flag_text.split()
     clients = args.clients or usual
     with _model_folder(args.model) as model, _server(model, (*flags, *args.serve)) as (process, url, log_path):
         ran, tally, samples, gauges = asyncio.run(_soak(process, url, sizes, seed, clients, seconds))
@@ -141,6 +134,8 @@ def problems(tally: Tally, samples: Samples, gauges: Mapping[str, float], exit_c
     found = [f"error: {error}" for error in tally.errors]
     if not tally.timelines:
         found.append("no call was answered")
+    if samples.at_s and samples.at_s[-1] >= PRESSURE_S and not gauges["retractions"]:
+        found.append("requests must be retracted for want of pages, but none was: there was no pressure")
     if gauges["running"] or gauges["waiting"]:
         found.append(f"nothing must run or wait at the end, but {gauges['running']:.0f} run and {gauges['waiting']:.0f} wait")
     if gauges["free"] + gauges["evictable"] != gauges["pool"] or gauges["used"]:
@@ -197,6 +192,7 @@ async def _gauges_when_idle(http: httpx.AsyncClient) -> dict[str, float]:
         values = {(s.name, s.labels.get("state")): s.value for family in families for s in family.samples}
         gauges = {state: values["slipstream:kv_cache_pages", state] for state in ("used", "evictable", "free")}
         gauges |= {name: values[f"slipstream:num_requests_{name}", None] for name in ("running", "waiting", "paused")}
+        gauges["answers"] = sum(count for (name, _), count in values.items() if name == "slipstream:request_success_total")
         gauges["retractions"] = values["slipstream:num_retractions_total", None]
         gauges["cached_tokens"] = values["slipstream:prefix_cache_hits_total", None]
         gauges["pool"] = gauges["used"] + gauges["evictable"] + gauges["free"]

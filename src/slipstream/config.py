@@ -111,8 +111,17 @@ class EngineConfig(BaseModel):
     enable_prefix_caching: bool = _setting(
         "Memory", True, "Keep the pages of finished and retracted work, and share them between requests that start alike."
     )
+    kv_offload_memory_bytes: Int = _setting(
+        "Memory",
+        0,
+        "Host memory in which pages that the prefix cache must give up are kept, to be brought back when they match.",
+        ge=0,
+    )
 
     speculate: Words = _setting("Decoding", (), "Drafter, as `name` or `name:key=value,key=value`; `off` is plain decoding.")
+    adaptive_speculation: bool = _setting(
+        "Decoding", True, "Draft as many tokens as pay, by what steps take and drafts bring; off drafts as many as may be."
+    )
     attention_backend: str = _setting("Decoding", "auto", "Attention implementation, or auto.", min_length=1)
     logprobs_mode: Literal["raw", "processed"] = _setting(
         "Decoding", "raw", "Logprobs of the model's own logits, or of what penalties, masks and temperature made of them."

@@ -12,12 +12,14 @@ from slipstream.errors import InvariantBroken
 PAGE = 4
 
 
-def ledger(num_slots: int = 2, num_pages: int = 8, order: str = "oldest", caching: bool = True) -> Ledger:
-    return Ledger(num_slots, num_pages, PAGE, first_page=2, order=order, caching=caching)  # type: ignore[arg-type]
+def ledger(
+    num_slots: int = 2, num_pages: int = 8, order: str = "oldest", caching: bool = True, num_host_pages: int = 0
+) -> Ledger:
+    return Ledger(num_slots, num_pages, PAGE, 2, order, caching, num_host_pages)  # type: ignore[arg-type]
 
 
 def admit(books: Ledger, num_tokens: int, match: Match = NO_MATCH, salt: str = "") -> Holding:
-    return books.admit(match, num_tokens, salt)[0]
+    return books.admit(match, num_tokens, salt)
 
 
 def look(books: Ledger, tokens: Sequence[int], salt: str = "", **how: object) -> Match:
@@ -118,7 +120,7 @@ def test_finished_work_is_found_by_whole_pages_and_the_last_token_is_left_to_com
     assert look(books, range(7)).computed_len == 4
     assert look(books, [0, 1, 2, 9]).computed_len == 0
     exact = look(books, range(8))
-    assert (ids(exact), exact.copied_page, exact.computed_len) == ([2], 3, 7), "the page of its last token is copied"
+    assert (ids(exact), exact.copied, exact.computed_len) == ([2], 3, 7), "the page of its last token is copied"
 
 
 def test_a_match_is_shared_and_pinned_while_somebody_holds_it() -> None:
@@ -140,8 +142,8 @@ def test_a_match_is_shared_and_pinned_while_somebody_holds_it() -> None:
 def test_a_copied_page_waits_for_the_step_that_copies_it() -> None:
     books = ledger(num_pages=3)
     finish(books, admit(books, 8), range(8))
-    holding, copies = books.admit(look(books, range(8)), 8)
-    assert copies == ((3, 4),) and holding.table.pages == [2, 4]
+    holding = admit(books, 8, look(books, range(8)))
+    assert books.take_moves().copies == ((3, 4),) and holding.table.pages == [2, 4]
     books.launch(holding)
     assert books.num_available_pages == 0, "neither the shared page nor the copied one can be had"
     books.settle(holding)
@@ -192,7 +194,7 @@ def test_a_sibling_copies_the_page_that_is_still_being_written() -> None:
     books.launch(first)
     books.cache(first, range(6), 6, "d")
     found = look(books, range(6), sibling=first)
-    assert (ids(found), found.copied_page, found.computed_len) == ([2], 3, 5)
+    assert (ids(found), found.copied, found.computed_len) == ([2], 3, 5)
     assert look(books, range(6)).computed_len == 4
 
 
@@ -200,7 +202,7 @@ def test_shifted_draft_kv_leaves_the_last_matched_token_to_compute() -> None:
     books = ledger()
     finish(books, admit(books, 8), range(8))
     found = look(books, [*range(8), 99], shifted_kv=True)
-    assert (ids(found), found.copied_page, found.computed_len) == ([2], 3, 7)
+    assert (ids(found), found.copied, found.computed_len) == ([2], 3, 7)
 
 
 def test_pages_of_another_drafter_count_for_the_target_alone() -> None:
@@ -230,3 +232,75 @@ def test_without_caching_nothing_is_kept_or_shared() -> None:
     books = ledger(caching=False)
     finish(books, admit(books, 8), range(8))
     assert look(books, range(9)) == NO_MATCH and books.num_free_pages == 8
+
+
+# -- host memory behind the pool --------------------------------------------------------------------------------------------
+
+
+def test_an_evicted_page_is_kept_in_host_memory_and_brought_back() -> None:
+    books = ledger(num_pages=3, num_host_pages=2)
+    finish(books, admit(books, 8), range(8))
+    finish(books, admit(books, 12), [9] * 12)  # takes one free page and both of the first
+    assert books.take_moves().saves == ((3, 0), (2, 1)), "children leave first"
+    found = look(books, range(9))
+    assert found.computed_len == 8 and ids(found) == [-1, -1]
+    assert books.room_for(found, 9) == 0
+    holding = admit(books, 9, found)
+    moves = books.take_moves()
+    assert [source for source, _ in moves.loads] == [1, 0]
+    assert [target for _, target in moves.loads] == holding.table.pages[:2]
+    books.release(holding)
+    books.check_balanced()
+
+
+def test_a_page_that_is_still_in_host_memory_is_not_saved_again() -> None:
+    books = ledger(num_pages=2, num_host_pages=4)
+    finish(books, admit(books, 4), range(4))
+    admit_and_leave(books, [9] * 8)
+    assert len(books.take_moves().saves) == 1
+    books.release(admit(books, 5, look(books, range(5))))
+    assert len(books.take_moves().loads) == 1
+    admit_and_leave(books, [8] * 8)
+    assert books.take_moves().saves == ()
+    assert look(books, range(5)).computed_len == 4
+
+
+def test_the_oldest_host_copy_is_forgotten_first_and_never_one_that_this_plan_reads() -> None:
+    books = ledger(num_pages=2, num_host_pages=1, num_slots=3)
+    finish(books, admit(books, 4), range(4))
+    finish(books, admit(books, 4), [7] * 4)
+    admit_and_leave(books, [9] * 4)
+    assert books.take_moves().saves == ((2, 0),)
+    holding = admit(books, 5, look(books, range(5)))  # loads from host page 0, and takes the two pages there are
+    moves = books.take_moves()
+    assert moves.loads == ((0, holding.table.pages[0]),) and moves.saves == ()
+    assert look(books, [7] * 5).computed_len == 0 and look(books, [9] * 5).computed_len == 0
+    books.release(holding)
+    books.check_balanced()
+
+
+def test_the_page_of_the_last_token_is_loaded_straight_into_the_copy() -> None:
+    books = ledger(num_pages=2, num_host_pages=2)
+    finish(books, admit(books, 8), range(8))
+    admit_and_leave(books, [9] * 8)
+    books.take_moves()
+    found = look(books, range(8))
+    assert found.computed_len == 7 and found.copied is not None and not isinstance(found.copied, int)
+    holding = admit(books, 8, found)
+    moves = books.take_moves()
+    assert moves.loads == ((1, holding.table.pages[0]), (0, holding.table.pages[1])) and moves.copies == ()
+
+
+def test_what_is_computed_again_although_the_host_has_it_is_shared_from_then_on() -> None:
+    books = ledger(num_pages=4, num_host_pages=2)
+    finish(books, admit(books, 4), range(4))
+    finish(books, admit(books, 16), [9] * 16)
+    holding = admit(books, 4)  # without a match, as for prompt logprobs
+    assert books.cache(holding, range(4), 4, "d") == []
+    assert ids(look(books, range(5))) == holding.table.pages
+    books.release(holding)
+    books.check_balanced()
+
+
+def admit_and_leave(books: Ledger, tokens: Sequence[int]) -> None:
+    finish(books, admit(books, len(tokens)), tokens)

@@ -1,6 +1,7 @@
 """What the cases of this folder share: draft modes, a model that says what it is told, a watched engine, answers as text.
 
-self_chain and self_tree draft the target's own samples: nearly everything is accepted. rand drafts anything: nearly nothing is.
+self_chain and self_tree draft the target's own samples, and so does draft_model, whose model is the target: nearly everything is
+accepted. rand drafts anything: nearly nothing is.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from slipstream.frontend.model_info import ModelInfo
 from slipstream.frontend.prepare import Frontend
 from slipstream.llm import LLM
 from slipstream.models.base import CausalLM
+from slipstream.speculate.draft_model import DraftModel
 from slipstream.speculate.off import Off
 from slipstream.testing import drafters as d
 from slipstream.testing.byte_tokenizer import ByteTokenizer
@@ -31,6 +33,7 @@ MODES: dict[str, Callable[[int], DrafterFactory]] = {
     "self_chain": lambda k: d.self_chain(k),
     "self_tree": lambda k: d.self_tree(k),
     "rand": lambda k: d.rand_chain(k, beyond=9),
+    "draft_model": lambda k: lambda target: DraftModel(target.model, target, k),
 }
 WITH_OFF = {"off": lambda k: lambda target: Off(), **MODES}
 PRINTABLE = tuple(range(32, 127))

@@ -24,7 +24,7 @@ from tests.engine.test_equality import DRAFTERS, EOS, params, prompt
 
 HASH_LM = HashLM(vocab_size=64, context_len=512, eos_token_ids=(EOS,), eos_bias=0.3)
 STEM = prompt(9, 70)
-NAMES = ("off", "self_chain", "self_tree", "rand")
+NAMES = ("off", "self_chain", "self_tree", "rand", "ngram", "draft_model")
 CELLS = [
     pytest.param(caching, pressure, lag, page_size, chunk, name)
     for caching, pressure, lag, page_size, chunk, name in itertools.product(
@@ -192,3 +192,29 @@ def test_what_is_cached_of_an_answer_does_not_depend_on_the_lag(page_size: int, 
         assert_equal([answers["second"]], reference(HASH_LM, [follow], enable_prefix_caching=False), (lag, page_size))
         found.append(answers["second"].num_cached_tokens)
     assert found == [5 // page_size * page_size] * 2
+
+
+@pytest.mark.parametrize("name", ["off", "self_tree", "rand"])
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_what_the_pool_gives_up_comes_back_from_host_memory(name: str, lag: int, page_size: int) -> None:
+    """Three prompts in turn, in a pool that holds one of them: the second time round each is found whole."""
+    jobs = [Job(prompt(number, 70), params(10, temperature=1.0, ignore_eos=True), seed=number) for number in (1, 2, 3)]
+    token_bytes = sum(layer.bytes_per_token for layer in HASH_LM.kv_layers)
+    engine = make_engine(
+        HASH_LM,
+        lag=lag,
+        page_size=page_size,
+        num_pages=pages_for(96, page_size),
+        drafters={name: DRAFTERS[name]},
+        kv_offload_memory_bytes=300 * token_bytes,
+    )
+    answers: dict[str, Answer] = {}
+    for turn in range(2):
+        for number, job in enumerate(jobs):
+            engine.add(job.request(f"{turn}-{number}"))
+            drain(engine, answers)
+    engine.close()
+    wanted = reference(HASH_LM, jobs, enable_prefix_caching=False)
+    assert_equal([answers[f"1-{number}"] for number in range(3)], wanted, (name, lag, page_size))
+    assert [answers[f"1-{number}"].num_cached_tokens for number in range(3)] == [min(69, 70 // page_size * page_size)] * 3

@@ -6,12 +6,14 @@ import random
 import subprocess
 from collections import Counter
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from slipstream.cache.ledger import Ledger
 from slipstream.engine.plan import StepPlan, StepResult
 from slipstream.engine.runner import Runner
 from slipstream.engine.scheduler import Launched
@@ -81,9 +83,9 @@ def test_schedules_reach_what_they_are_for() -> None:
         seen["grammars closed"] += bool((result.grammar_ends >= 0).any())
         seen["cached prefixes"] += any(admit.computed_len for admit in plan.admits)
         seen["copied pages"] += bool(plan.page_copies)
+        seen["pages saved to the host"] += bool(plan.page_saves)
+        seen["pages loaded from the host"] += bool(plan.page_loads)
         seen["resumed answers"] += any(len(admit.tokens) > admit.prompt_len for admit in plan.admits)
-        admitted = {admit.slot for admit in plan.admits}
-        seen["one copy of two"] += any(delta.start == 0 and delta.slot not in admitted for delta in plan.page_deltas)
         return result
 
     drop = Settler.settle
@@ -95,7 +97,18 @@ def test_schedules_reach_what_they_are_for() -> None:
         seen["retractions"] += any(request.is_leaving for request in self._scheduler.running)
         return drop(self, launched, result)
 
-    with mock.patch.object(Runner, "run", spy), mock.patch.object(Settler, "settle", settle):
+    offer = Ledger.cache
+
+    def cache(self: Ledger, *args: Any) -> list[tuple[int, int]]:
+        replaced = offer(self, *args)
+        seen["one copy of two"] += bool(replaced)
+        return replaced
+
+    with (
+        mock.patch.object(Runner, "run", spy),
+        mock.patch.object(Settler, "settle", settle),
+        mock.patch.object(Ledger, "cache", cache),
+    ):
         for seed in range(200):
             run_seed(seed)
     missed = {name: count for name, count in seen.items() if count < 5}

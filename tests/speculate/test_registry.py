@@ -8,7 +8,7 @@ from slipstream.errors import ConfigError
 from slipstream.speculate.registry import Target, build_drafter, drafter_names, parse_spec
 from slipstream.testing.hash_lm import HashLM
 
-TARGET = Target(HashLM(), num_pages=4, page_size=16)
+TARGET = Target(HashLM(), page_size=16)
 
 
 def test_every_drafter_file_is_a_name_and_builds() -> None:

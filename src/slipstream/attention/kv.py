@@ -7,6 +7,7 @@ and nobody reads it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -48,6 +49,7 @@ class KVCache:
     ) -> None:
         self.page_size = page_size
         self.num_pages = num_pages
+        self._device = device
         self._layers = [
             (self._tensor(s, s.key_dim, device, poison), self._tensor(s, s.value_dim, device, poison)) for s in layers
         ]
@@ -76,7 +78,17 @@ class KVCache:
             keys.index_copy_(0, target, keys.index_select(0, source))
             values.index_copy_(0, target, values.index_select(0, source))
 
-    def copy_pages(self, source: Tensor, target: Tensor) -> None:
-        """Copy whole pages `source` [n] int64 to pages `target` [n]."""
-        offsets = torch.arange(self.page_size, device=source.device)
-        self.move((source[:, None] * self.page_size + offsets).flatten(), (target[:, None] * self.page_size + offsets).flatten())
+    def copy_pages_to(self, other: KVCache, pages: Sequence[tuple[int, int]]) -> None:
+        """Copy whole pages, (own, the other's) pairs, to a cache of the same layers and page size, or within this one.
+
+        All sources are read before a target is written.
+        """
+        if not pages:
+            return
+        source, target = torch.tensor(pages, dtype=torch.int64).unbind(1)
+        source, target = source.to(self._device), target.to(other._device)
+        for own, others in zip(self._layers, other._layers, strict=True):
+            for tensor, destination in zip(own, others, strict=True):
+                paged = destination.view(-1, self.page_size, *destination.shape[1:])
+                read = tensor.view(-1, self.page_size, *tensor.shape[1:]).index_select(0, source)
+                paged.index_copy_(0, target, read.to(other._device))

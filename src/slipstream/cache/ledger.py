@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 
 from slipstream.cache.pages import PageTable, pages_for
 from slipstream.cache.pool import FreeList, ReuseOrder
-from slipstream.cache.prefix import Node, PrefixTree
+from slipstream.cache.prefix import NOWHERE, Node, PrefixTree
 from slipstream.errors import InvariantBroken
 
 
@@ -37,19 +37,35 @@ class Match:
     """What a request finds of its tokens.
 
     Attributes:
-        nodes: cached pages it shares, from position 0 on.
-        copied_page: a page whose beginning is worth having, but which the request would write to: it gets a copy. None: no such.
+        nodes: cached pages it shares, from position 0 on; behind some point only the host has them.
+        copied: a page whose beginning is worth having, but which the request would write to: it gets a copy. Its number, or its
+            node where only the host has it; None: no such.
         computed_len: tokens whose KV it need not compute.
         draft_from: position from which on the KV of its drafter is there too.
     """
 
     nodes: tuple[Node, ...] = ()
-    copied_page: int | None = None
+    copied: int | Node | None = None
     computed_len: int = 0
     draft_from: int = 0
 
 
 NO_MATCH = Match()
+
+
+@dataclass(frozen=True, slots=True)
+class Moves:
+    """Pages to copy at the beginning of a step, in this order.
+
+    Attributes:
+        saves: (page, host page): evicted, kept in host memory.
+        loads: (host page, page): found in host memory.
+        copies: (page, page).
+    """
+
+    saves: tuple[tuple[int, int], ...] = ()
+    loads: tuple[tuple[int, int], ...] = ()
+    copies: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(slots=True)
@@ -94,6 +110,7 @@ class Ledger:
         first_page: number of the first usable page.
         order: which free slot or page is reused first.
         caching: keep pages of finished and retracted work, and share pages.
+        num_host_pages: pages of host memory that evicted pages are kept in.
     """
 
     def __init__(
@@ -104,6 +121,7 @@ class Ledger:
         first_page: int,
         order: ReuseOrder = "newest",
         caching: bool = True,
+        num_host_pages: int = 0,
     ) -> None:
         self.page_size = page_size
         self.num_pages = num_pages
@@ -112,7 +130,10 @@ class Ledger:
         self._pages = FreeList(first_page, num_pages, order)
         self._epochs = [0] * (num_slots + 1)
         self._holders = [0] * (first_page + num_pages)  # how many holdings each page has, parted ones included
-        self._tree = PrefixTree(page_size)
+        self._tree = PrefixTree(page_size, num_host_pages)
+        self._saves: dict[int, int] = {}  # host page -> page: what goes to the same place twice in a plan goes once
+        self._loads: list[tuple[int, int]] = []
+        self._copies: list[tuple[int, int]] = []
         self._held: dict[int, Holding] = {}
 
     @property
@@ -159,42 +180,58 @@ class Ledger:
             return NO_MATCH
         size, most = self.page_size, len(tokens) - 1
         nodes = self._tree.match(salt, tokens)
-        copied, computed = None, len(nodes) * size
+        foreign = [place for place, node in enumerate(nodes) if node.drafter != drafter]
+        copied: int | Node | None = None
+        computed = len(nodes) * size
         if computed > most or (shifted_kv and nodes):  # of the last page all but its last token
-            copied, computed = nodes.pop().page, computed - 1
+            copied, computed = nodes.pop(), computed - 1
+            copied = copied if copied.page == NOWHERE else copied.page
         elif sibling is not None and computed < most and most // size == len(nodes):
             copied, computed = sibling.table.pages[len(nodes)], most
         if computed == len(nodes) * size:
             copied = None
-        foreign = [place for place, node in enumerate(nodes) if node.drafter != drafter]
-        return Match(tuple(nodes), copied, computed, (foreign[-1] + 1) * size if foreign else 0)
+        draft_from = min((foreign[-1] + 1) * size, computed) if foreign else 0
+        return Match(tuple(nodes), copied, computed, draft_from)
 
     def room_for(self, match: Match, num_tokens: int) -> int:
         """Pages that would be left after an admission of `num_tokens` tokens with this match; below 0: it cannot be."""
-        wanted = [node.page for node in match.nodes] + ([] if match.copied_page is None else [match.copied_page])
+        shared = [node.page for node in match.nodes if node.page != NOWHERE]
+        wanted = [*shared, match.copied] if isinstance(match.copied, int) else shared
         pinned = sum(self._holders[page] == 0 for page in wanted)
-        return self.num_available_pages - pinned - (pages_for(num_tokens, self.page_size) - len(match.nodes))
+        return self.num_available_pages - pinned - (pages_for(num_tokens, self.page_size) - len(shared))
 
-    def admit(self, match: Match, num_tokens: int, salt: str = "") -> tuple[Holding, tuple[tuple[int, int], ...]]:
+    def admit(self, match: Match, num_tokens: int, salt: str = "") -> Holding:
         """Give a slot, the matched pages and pages for the rest of `num_tokens` tokens. Call `room_for` first.
 
-        Returns the holding and the page copies (source, target) its first step must begin with.
+        What must be copied for it is among the next `take_moves`.
         """
         slot = self._slots.take()
         self._epochs[slot] += 1
         holding = Holding(slot, self._epochs[slot], salt, PageTable(self.page_size), list(match.nodes))
         self._held[slot] = holding
+        pages = holding.table.pages
+        for node in match.nodes:  # before any page is taken: none of these may be evicted for another
+            if node.page != NOWHERE:
+                self._hold(node.page)
+            else:
+                self._tree.keep(node)
+        if isinstance(match.copied, int):  # neither evicted nor handed on before the step that copies it is settled
+            self._hold(match.copied)
+            holding.parted.append((1, match.copied))
+        elif match.copied is not None:
+            self._tree.keep(match.copied)
         for node in match.nodes:
-            self._hold(node.page)
-            holding.table.pages.append(node.page)
-        if match.copied_page is not None:  # neither evicted nor handed on before the step that copies it is settled
-            self._hold(match.copied_page)
-            holding.parted.append((1, match.copied_page))
+            if node.page == NOWHERE:
+                self._tree.place(node, self._take_page())
+                self._loads.append((node.host_page, node.page))
+            pages.append(node.page)
         if self.reserve(holding, num_tokens) is None:
             raise InvariantBroken(f"a request must be admitted only where its pages fit, but {num_tokens} tokens do not")
-        if match.copied_page is None:
-            return holding, ()
-        return holding, ((match.copied_page, holding.table.pages[len(match.nodes)]),)
+        if isinstance(match.copied, int):
+            self._copies.append((match.copied, pages[len(match.nodes)]))
+        elif match.copied is not None:
+            self._loads.append((match.copied.host_page, pages[len(match.nodes)]))
+        return holding
 
     # -- around steps ---------------------------------------------------------------------------------------------------
 
@@ -206,6 +243,16 @@ class Ledger:
         added = tuple(self._take_page() for _ in range(count))
         holding.table.pages.extend(added)
         return added
+
+    def take_moves(self) -> Moves:
+        """What the next step must begin with, handed out once."""
+        saves = tuple((page, host_page) for host_page, page in self._saves.items())
+        moves = Moves(saves, tuple(self._loads), tuple(self._copies))
+        self._saves.clear()
+        self._loads.clear()
+        self._copies.clear()
+        self._tree.planned()
+        return moves
 
     def launch(self, holding: Holding) -> None:
         """A step that names this slot was submitted."""
@@ -230,6 +277,8 @@ class Ledger:
                 node = self._tree.add(parent, key, own, drafter)
             elif node.drafter != drafter:
                 break  # its draft KV is another drafter's: both copies stay
+            elif node.page == NOWHERE:  # computed again, though the host has it
+                self._tree.place(node, own)
             else:
                 self._hold(node.page)
                 holding.table.pages[place] = node.page
@@ -257,6 +306,7 @@ class Ledger:
         """Forget all cached work. What running requests hold stays theirs and is shared no more."""
         for holding in self._held.values():
             holding.detached = True
+        self._saves.clear()
         for page in self._tree.clear():
             self._pages.give(page)
 
@@ -273,7 +323,12 @@ class Ledger:
     # -- pages ----------------------------------------------------------------------------------------------------------
 
     def _take_page(self) -> int:
-        page = self._pages.take() if len(self._pages) else self._tree.evict()
+        if len(self._pages):
+            page = self._pages.take()
+        else:
+            page, host_page = self._tree.evict()
+            if host_page != NOWHERE:
+                self._saves[host_page] = page
         self._holders[page] = 1
         return page
 

@@ -5,6 +5,10 @@
                                  └─ [a roof, singing]
                                      page 12
 
+Where there is host memory for it, an evicted page is copied there and its node stays (`host_page`); a match brings it back. Host
+copies have a line of their own, which is in order for the same reason: what is on the device is a tree's upper part, so children
+leave the device, and enter the line of host copies, before their parents.
+
 Only whole pages are in the tree, and what is in it is never written again. A page somebody holds is pinned; the others wait in
 one line, least recently used first. The line needs no sorting: who holds a page holds all pages before it, and a holding lets go
 of its last page first, so a child always stands before its parent and the front of the line is always a leaf.
@@ -16,9 +20,11 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from slipstream.cache.pool import FreeList
 from slipstream.errors import InvariantBroken
 
 PageTokens = tuple[int, ...]
+NOWHERE = -1
 
 
 @dataclass(slots=True, eq=False)
@@ -26,11 +32,12 @@ class Node:
     """One cached page.
 
     Attributes:
-        page: its number; -1 at a root.
+        page: its number; NOWHERE at a root, and where only the host has it.
         tokens: what it holds, page_size tokens.
         parent: the page before it; None at a root.
         drafter: whose draft KV the page holds as well.
         children: pages that come behind it, by their tokens.
+        host_page: the copy in host memory; NOWHERE: none.
     """
 
     page: int
@@ -38,6 +45,7 @@ class Node:
     parent: Node | None
     drafter: str
     children: dict[PageTokens, Node] = field(default_factory=dict)
+    host_page: int = NOWHERE
 
 
 class PrefixTree:
@@ -45,10 +53,14 @@ class PrefixTree:
 
     Args:
         page_size: tokens of a page.
+        num_host_pages: pages of host memory that evicted pages are copied to.
     """
 
-    def __init__(self, page_size: int) -> None:
+    def __init__(self, page_size: int, num_host_pages: int = 0) -> None:
         self._page_size = page_size
+        self._host_pages = FreeList(0, num_host_pages)
+        self._host_line: OrderedDict[int, Node] = OrderedDict()  # host copies, the next to be forgotten first
+        self._kept: set[int] = set()  # host pages that the plan in the making reads: not to be written by it
         self._roots: dict[str, Node] = {}
         self._node_of: dict[int, Node] = {}
         self._line: OrderedDict[int, Node] = OrderedDict()  # nobody holds these; the next to be evicted first
@@ -60,7 +72,7 @@ class PrefixTree:
 
     def root(self, salt: str) -> Node:
         """The empty prefix of a salt; requests of different salts share nothing."""
-        return self._roots.setdefault(salt, Node(-1, (), None, ""))
+        return self._roots.setdefault(salt, Node(NOWHERE, (), None, ""))
 
     def match(self, salt: str, tokens: Sequence[int]) -> list[Node]:
         """The longest cached path that spells the beginning of `tokens`."""
@@ -97,19 +109,67 @@ class PrefixTree:
         """Nobody holds the page any more: to the end of the line."""
         self._line[page] = self._node_of[page]
 
-    def evict(self) -> int:
-        """Forget the page unused for longest and return it."""
+    def evict(self) -> tuple[int, int]:
+        """Give up the page unused for longest. Returns it and the host page it must be copied to; NOWHERE: to none."""
         page, node = self._line.popitem(last=False)
-        if node.children or node.parent is None:
+        if any(child.page != NOWHERE for child in node.children.values()):
             raise InvariantBroken(f"only a leaf may be evicted, but page {page} has pages behind it")
-        del node.parent.children[node.tokens]
         del self._node_of[page]
-        return page
+        node.page = NOWHERE
+        if node.host_page != NOWHERE:  # what is in the tree is never written again: the copy is still right
+            self._host_line.move_to_end(node.host_page)
+            return page, NOWHERE
+        host_page = self._take_host_page()
+        if host_page == NOWHERE:
+            self._forget(node)
+        else:
+            node.host_page = host_page
+            self._host_line[host_page] = node
+        return page, host_page
+
+    def place(self, node: Node, page: int) -> None:
+        """A node that only the host has is on the device again, as `page`, which somebody holds."""
+        node.page = page
+        self._node_of[page] = node
+
+    def keep(self, node: Node) -> None:
+        """The plan in the making reads the node's host copy."""
+        self._host_line.move_to_end(node.host_page)
+        self._kept.add(node.host_page)
+
+    def planned(self) -> None:
+        """The plan is made: later ones come behind it on the device, and may write what it reads."""
+        self._kept.clear()
 
     def clear(self) -> list[int]:
         """Forget everything. Returns the pages that nobody holds; the others are their holders' own from now on."""
         pages = list(self._line)
-        self._roots.clear()
-        self._node_of.clear()
-        self._line.clear()
+        for host_page in self._host_line:
+            self._host_pages.give(host_page)
+        for each in (self._roots, self._node_of, self._line, self._host_line):
+            each.clear()
+        self._kept.clear()
         return pages
+
+    def _take_host_page(self) -> int:
+        if len(self._host_pages):
+            return self._host_pages.take()
+        oldest = next(iter(self._host_line), NOWHERE)
+        if oldest == NOWHERE or oldest in self._kept:
+            return NOWHERE
+        node = self._host_line.pop(oldest)
+        node.host_page = NOWHERE
+        if node.page == NOWHERE:
+            self._forget(node)
+        return oldest
+
+    def _forget(self, node: Node) -> None:
+        """Take a node that is nowhere out of the tree, with what is behind it: host copies that nobody could reach."""
+        if node.parent is not None:
+            del node.parent.children[node.tokens]
+        behind = list(node.children.values())
+        while behind:
+            each = behind.pop()
+            behind.extend(each.children.values())
+            del self._host_line[each.host_page]
+            self._host_pages.give(each.host_page)

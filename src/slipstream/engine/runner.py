@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
@@ -21,6 +21,7 @@ from slipstream.attention.layout import build_layout
 from slipstream.engine.device_state import DeviceState
 from slipstream.engine.drafting import Drafting
 from slipstream.engine.masks import MaskPort
+from slipstream.engine.page_moves import PageMoves
 from slipstream.engine.plan import StepPlan, StepResult
 from slipstream.engine.prompt_logprobs import prompt_logprobs
 from slipstream.engine.row_logprobs import LogprobsMode, RowLogprobs
@@ -41,6 +42,7 @@ class Runner:
         attention: the attention backend.
         drafters: by name.
         kv: the target's KV cache.
+        paged: every cache over the same pages, the target's and drafters', with where its evicted pages are kept; None: nowhere.
         num_slots: most requests that run at once (the padding row comes on top).
         context_len: most tokens a request may have.
         eos_token_ids: masked while a row has fewer than min_tokens tokens.
@@ -55,6 +57,7 @@ class Runner:
         attention: AttentionBackend,
         drafters: Mapping[str, Drafter],
         kv: KVCache,
+        paged: Sequence[tuple[KVCache, KVCache | None]],
         num_slots: int,
         context_len: int,
         eos_token_ids: tuple[int, ...],
@@ -72,6 +75,7 @@ class Runner:
         self.relay = FutureMap(num_slots + 1, specs, device, debug, declare=declared)
         self.sampling = SamplingState(num_slots + 1, model.vocab_size, eos_token_ids, device)
         self._drafting = Drafting(drafters, self.relay, self.state, self.sampling, kv)
+        self._pages = PageMoves(paged)
         self._masks = MaskPort(model.vocab_size, device)
         self._logprobs = RowLogprobs(logprobs_mode)
 
@@ -86,7 +90,9 @@ class Runner:
             rows = Rows(*(self.state.upload([getattr(part, field) for part in plan.parts]) for field in ("slot", "epoch")))
             limits = self.state.limits.index_select(0, rows.slots)
             bases = self._base_lens(plan, rows)
+            drafting = time.perf_counter()
             roots, draft = self._propose(plan, rows, bases, limits)
+            draft_s = time.perf_counter() - drafting
             sampled = self._sampled_rows(plan, index, rows, bases, limits, roots, draft)
 
             masks = self._masks.start(plan, sampled)
@@ -101,12 +107,14 @@ class Runner:
             if draft.parents is not None:
                 self._compact(sampled, verdict)
             who = Rows(sampled.slots, rows.epochs.index_select(0, index.sampled_parts))
+            drafting = time.perf_counter()
             self._drafting.observe(plan, index, who, sampled.base_lens, verdict, taps)
+            draft_s += time.perf_counter() - drafting
             logprobs = self._logprobs.of(plan, sampled, logits, params, verdict, allowed)
             of_prompts = prompt_logprobs(plan, index, hidden, self.state.history, self.model)
             with declared("the result travels to the host"):
                 tokens, accept_lens = verdict.tokens.numpy(force=True), verdict.accept_lens.numpy(force=True)
-                non_finite = verdict.non_finite.numpy(force=True)
+                num_drafted, non_finite = sampled.draft.num_nodes.numpy(force=True), verdict.non_finite.numpy(force=True)
         # Tokens of sick logits mean nothing; a matcher that took them would blame the grammar.
         sound = np.where(non_finite < 0, accept_lens, non_finite)
         grammar_ends, errors = self._masks.commit(plan, tokens, sound)
@@ -114,11 +122,13 @@ class Runner:
             step=plan.step,
             tokens=tokens,
             accept_lens=accept_lens,
+            num_drafted=num_drafted,
             non_finite=non_finite,
             grammar_ends=grammar_ends,
             grammar_errors=errors,
             logprobs=logprobs,
             device_s=time.perf_counter() - started,
+            draft_s=draft_s,
             prompt_logprobs=of_prompts,
         )
 
@@ -144,9 +154,8 @@ class Runner:
             self.relay.open(opened, upload([admit.computed_len for admit in plan.admits]))
         for delta in plan.page_deltas:
             self.state.extend(delta)
-        if plan.page_copies:
-            source, target = zip(*plan.page_copies, strict=True)
-            self.kv.copy_pages(upload(source), upload(target))
+        if plan.page_saves or plan.page_loads or plan.page_copies:
+            self._pages.move(plan)
 
     def _base_lens(self, plan: StepPlan, rows: Rows) -> Tensor:
         """[C + R] int64 keys from earlier steps: the plan knows where chunks start, the relay how long decoding rows are."""
