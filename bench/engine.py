@@ -112,6 +112,7 @@ def _systems(args: argparse.Namespace, loaded: LoadedModel) -> list[System]:
             num_pages=pages,
             max_num_seqs=max(args.concurrency),
             max_num_batched_tokens=args.max_num_batched_tokens,
+            enable_prefix_caching=False,  # every round asks the same again, and transformers computes it again
         )
         systems.append(Slipstream(f"lag{lag}", loaded, config))
     if not args.no_transformers:

@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 
+from slipstream.cli.events import EventData
 from slipstream.cli.measure import Timeline
 
 MAX_ERRORS = 50  # then something is broken for good
@@ -230,11 +231,13 @@ class Load:
         async with self._http.stream("POST", path, json=body) as response:
             if response.status_code != 200:
                 raise Unexpected(f"status must be 200, but got {response.status_code}: {(await response.aread())[:200]!r}")
-            async for line in response.aiter_lines():
-                if line == "data: [DONE]":
-                    is_done = True
-                elif line:
-                    event = json.loads(line.removeprefix("data: "))
+            lines = EventData()
+            async for piece in response.aiter_bytes():
+                for data in lines.feed(piece):
+                    if data == "[DONE]":
+                        is_done = True
+                        continue
+                    event = json.loads(data)
                     if "error" in event:
                         raise Unexpected(f"a stream must not be cut off, but got {event['error']}")
                     yield event

@@ -38,6 +38,7 @@ class Sample:
 
     `host_s`: planning and settling. `wait_s`: waiting for results, of which `host_wake_s` after the result was there.
     `device_s`: in steps. `host_off_cpu_s`, `device_off_cpu_s`: what the two threads stood still for, see above.
+    `num_drafted`, `num_accepted`: draft nodes verified, and those of them that became part of an answer.
     """
 
     wall_s: float
@@ -50,6 +51,8 @@ class Sample:
     host_off_cpu_s: float = 0.0
     host_wake_s: float = 0.0
     device_off_cpu_s: float = 0.0
+    num_drafted: int = 0
+    num_accepted: int = 0
 
 
 class System(Protocol):
@@ -132,6 +135,7 @@ class Slipstream:
             eos_token_ids=loaded.eos_token_ids,
             stop_text=lambda request: StopScanner(loaded.tokenizer, request.params),
             context_len=loaded.context_len,
+            tokenizer=loaded.tokenizer,
             executor=executor,
         )
 
@@ -143,6 +147,7 @@ class Slipstream:
         self._num_runs += 1
         stats = engine.stats()
         before = (stats.num_steps, stats.host_s, stats.wait_s, stats.device_s)
+        drafts = stats.num_drafted, stats.num_accepted
         off_cpu, wake, cpu = executor.device.off_cpu_s, executor.wake_s, time.process_time()
         wall, thread_cpu = time.perf_counter(), time.thread_time()
         for (request_id, _), ids in zip(answers.items(), prompts, strict=True):
@@ -169,6 +174,8 @@ class Slipstream:
             host_off_cpu_s=wall_s - thread_s - wait_s,
             host_wake_s=executor.wake_s - wake,
             device_off_cpu_s=executor.device.off_cpu_s - off_cpu,
+            num_drafted=stats.num_drafted - drafts[0],
+            num_accepted=stats.num_accepted - drafts[1],
         )
         return sample, list(answers.values())
 

@@ -268,3 +268,14 @@ def test_errors_cross_as_name_and_text() -> None:
     assert type(error_from("NonFiniteLogits", "bad")) is NonFiniteLogits
     for name in ("NoSuchError", "shown", "annotations", "reprlib"):
         assert type(error_from(name, "bad")) is EngineError
+
+
+@pytest.mark.parametrize("given, kept", [(False, 0), (True, None), (None, None), (0, 0), (3, 3)])
+def test_drafting_can_be_capped_or_switched_off(given: Any, kept: int | None) -> None:
+    assert SamplingParams(speculate=given).speculate == kept
+
+
+@pytest.mark.parametrize("wrong", [-1, 1.5, "no", 2**40])
+def test_a_wrong_cap_of_drafting(wrong: Any) -> None:
+    with pytest.raises(InvalidParameter, match="speculate must be an integer from 0"):
+        SamplingParams(speculate=wrong)

@@ -119,6 +119,9 @@ class EngineConfig(BaseModel):
     )
 
     speculate: Words = _setting("Decoding", (), "Drafter, as `name` or `name:key=value,key=value`; `off` is plain decoding.")
+    adaptive_speculation: bool = _setting(
+        "Decoding", True, "Draft as many tokens as pay, by what steps take and drafts bring; off drafts as many as may be."
+    )
     attention_backend: str = _setting("Decoding", "auto", "Attention implementation, or auto.", min_length=1)
     logprobs_mode: Literal["raw", "processed"] = _setting(
         "Decoding", "raw", "Logprobs of the model's own logits, or of what penalties, masks and temperature made of them."

@@ -97,6 +97,9 @@ class LLM:
         Args and errors are those of `generate`; without sampling_params an answer may fill the context. A model without a chat
         template raises `InvalidRequest`.
         """
+        given: object = messages
+        if isinstance(given, str):  # a sequence too, of what would be taken for conversations
+            raise InvalidParameter("messages", 'be a list like [{"role": "user", "content": "..."}]', given)
         single = bool(messages) and isinstance(messages[0], Mapping)
         conversations: Sequence[Any] = [messages] if single or not messages else messages
         params = self._per_prompt(sampling_params, len(conversations), None)
@@ -132,7 +135,7 @@ class LLM:
         if not isinstance(given, Sequence) or not all(isinstance(one, SamplingParams) for one in given):
             raise InvalidParameter("sampling_params", "be SamplingParams or a list of them", given)
         if len(given) != count:
-            raise InvalidParameter("sampling_params", f"hold one entry for each of the {count} prompts", f"{len(given)} entries")
+            raise InvalidParameter("sampling_params", f"hold {count} entries, one for each prompt", len(given))
         return list(given)
 
     def _opened(self) -> Engine:

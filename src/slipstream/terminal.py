@@ -15,10 +15,10 @@ def loading_bar() -> Iterator[Callable[[str, float], None]]:
     """A callback (phase, fraction) that draws a bar on stderr; it is gone when loading is over."""
     from tqdm import tqdm
 
-    with tqdm(total=1.0, file=sys.stderr, bar_format="{desc}: {percentage:3.0f}% |{bar}| {elapsed}", leave=False) as bar:
+    with tqdm(total=1.0, file=sys.stderr, bar_format="{desc}{percentage:3.0f}% |{bar}| {elapsed}", leave=False) as bar:
 
         def draw(phase: str, fraction: float) -> None:
-            bar.set_description(phase, refresh=False)
+            bar.set_description(phase, refresh=False)  # tqdm puts the colon
             bar.n = fraction
             bar.refresh()
 

@@ -58,6 +58,8 @@ class SamplingParams:
         bad_words: words that may not be generated: neither their own token sequence nor that behind a space.
         allowed_token_ids: only these may be generated.
         truncate_prompt_tokens: keep only the last k prompt tokens.
+        speculate: most tokens drafted for it in a step; False or 0 is plain decoding, None or True as many as the server drafts.
+            The answer is the same.
     """
 
     n: int = 1
@@ -82,6 +84,7 @@ class SamplingParams:
     bad_words: tuple[str, ...] = ()
     allowed_token_ids: tuple[int, ...] | None = None
     truncate_prompt_tokens: int | None = None
+    speculate: int | None = None
 
     def __post_init__(self) -> None:
         def put(name: str, value: object) -> None:
@@ -115,6 +118,10 @@ class SamplingParams:
         put("logit_bias", _bias(self.logit_bias))
         if self.truncate_prompt_tokens is not None:
             _integer("truncate_prompt_tokens", self.truncate_prompt_tokens, 1, MAX_COUNT)
+        if isinstance(self.speculate, bool):
+            put("speculate", None if self.speculate else 0)
+        elif self.speculate is not None:
+            _integer("speculate", self.speculate, 0, MAX_COUNT)
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidParameter(name, "be true or false", getattr(self, name))

@@ -1,6 +1,7 @@
 """What the cases of this folder share: draft modes, a model that says what it is told, a watched engine, answers as text.
 
-self_chain and self_tree draft the target's own samples: nearly everything is accepted. rand drafts anything: nearly nothing is.
+self_chain and self_tree draft the target's own samples, and so does draft_model, whose model is the target: nearly everything is
+accepted. rand drafts anything: nearly nothing is.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from slipstream.frontend.model_info import ModelInfo
 from slipstream.frontend.prepare import Frontend
 from slipstream.llm import LLM
 from slipstream.models.base import CausalLM
+from slipstream.speculate.draft_model import DraftModel
 from slipstream.speculate.off import Off
 from slipstream.testing import drafters as d
 from slipstream.testing.byte_tokenizer import ByteTokenizer
@@ -31,6 +33,7 @@ MODES: dict[str, Callable[[int], DrafterFactory]] = {
     "self_chain": lambda k: d.self_chain(k),
     "self_tree": lambda k: d.self_tree(k),
     "rand": lambda k: d.rand_chain(k, beyond=9),
+    "draft_model": lambda k: lambda target: DraftModel(target.model, target, k),
 }
 WITH_OFF = {"off": lambda k: lambda target: Off(), **MODES}
 PRINTABLE = tuple(range(32, 127))
@@ -68,6 +71,37 @@ class Parrot:
         preferred = self._script[hidden[:, -1].long() + 1]
         logits = self._base.logits(hidden[:, :-1])
         return logits.scatter_add(1, preferred[:, None], torch.full_like(logits[:, :1], FAVOUR))
+
+
+class Counter:
+    """A model that counts: behind a token it prefers the next higher one. Everything else is the model's that it wraps.
+
+    It notes the least and the greatest id it was given, so that a placeholder or a draft from outside the vocabulary shows.
+
+    Args:
+        base: the wrapped model.
+    """
+
+    def __init__(self, base: CausalLM) -> None:
+        self.vocab_size, self.context_len, self.dtype = base.vocab_size, base.context_len, base.dtype
+        self.num_layers, self.kv_layers = base.num_layers, base.kv_layers
+        self.hidden_size = base.hidden_size + 1  # the last one is the input token
+        self.least, self.greatest = torch.tensor(0), torch.tensor(0)
+        self._base = base
+
+    def forward(self, tokens: Tensor, attention: AttentionStep, taps: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
+        self.least, self.greatest = torch.minimum(self.least, tokens.min()), torch.maximum(self.greatest, tokens.max())
+        hidden, tapped = self._base.forward(tokens, attention, taps)
+        return torch.cat([hidden, tokens[:, None].to(hidden.dtype)], 1), tapped
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        preferred = (hidden[:, -1].long() + 1) % self.vocab_size
+        logits = self._base.logits(hidden[:, :-1])
+        return logits.scatter_add(1, preferred[:, None], torch.full_like(logits[:, :1], FAVOUR))
+
+    def assert_known_ids(self) -> None:
+        """That all tokens it was ever given are of its vocabulary."""
+        assert int(self.least) >= 0 and int(self.greatest) < self.vocab_size, (self.least, self.greatest)
 
 
 @dataclass
@@ -157,6 +191,7 @@ class Streamed:
     num_output_tokens: int
     num_drafted: int
     num_accepted: int
+    num_retractions: int
 
     @property
     def text(self) -> str:
@@ -183,13 +218,15 @@ def streamed(model: CausalLM, prompt: str, params: SamplingParams, *, eos: tuple
                 if output.finish_reason is not None:
                     drafted, accepted = drafted + output.num_drafted, accepted + output.num_accepted
         stats = engine.stats()
+        engine.scheduler.ledger.check_balanced()
     finally:
         engine.close()
     assert assembler.is_finished
     assert (stats.num_drafted, stats.num_accepted) == (drafted, accepted), "the totals must be the sum of the requests'"
     assert stats.num_output_tokens == assembler.num_output_tokens
     output = assembler.request_output()
-    return Streamed(output, deltas, assembler.num_prompt_tokens, assembler.num_output_tokens, drafted, accepted)
+    counts = (assembler.num_prompt_tokens, assembler.num_output_tokens, drafted, accepted, stats.num_retractions)
+    return Streamed(output, deltas, *counts)
 
 
 def generated(

@@ -140,9 +140,11 @@ def test_a13_ignore_eos_goes_on_to_the_cap(mode: str, k: int) -> None:
 def test_a14_n_answers_differ_and_come_again(mode: str, k: int, lag: int, num_pages: int) -> None:
     """Of one seed: different answers, the same ones again, and each what it is alone; greedy ones are equal."""
     cell = {"lag": lag, "page_size": 16, "num_pages": num_pages, "batch": 8, "drafters": {mode: WITH_OFF[mode](k)}}
+    cell["admission_headroom_tokens"] = 0 if num_pages < 16 else 64
     model = tiny_model("llama")
     many = SamplingParams(n=8, seed=1, temperature=1.0, max_tokens=20, ignore_eos=True)
     first = streamed(model, PROMPT, many, **cell)
+    assert (first.num_retractions > 0) == (num_pages < 16), "pressure must retract somebody"
     ids = [tuple(output.token_ids) for output in first.output.outputs]
     assert len(set(ids)) == 8 and [output.index for output in first.output.outputs] == list(range(8))
     assert ids == wanted_of_a14()

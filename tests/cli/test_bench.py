@@ -136,7 +136,7 @@ def bench_serve(server: Server, file: Path, *argv: str) -> int:
 @pytest.mark.parametrize("endpoint", ["completions", "chat"])
 def test_serve_streams_from_an_openai_server(endpoint: str, server: Server, tmp_path: Path) -> None:
     file = tmp_path / "out.json"
-    assert bench_serve(server, file, "--endpoint", endpoint, "--bearer", "key", "--ignore-eos") == 0
+    assert bench_serve(server, file, "--endpoint", endpoint, "--api-key", "key", "--ignore-eos") == 0
     written = json.loads(file.read_text())
     result = written["result"]
     assert (result["num_requests"], result["num_failed"]) == (6, 0)

@@ -161,6 +161,13 @@ def test_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (check.status, check.text) == ("warn", "no-such-compiler cannot be run")
 
 
+def test_every_version_is_named_however_it_is_spelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    for spelled in ("huggingface_hub>=0.30", "huggingface-hub>=0.30"):
+        monkeypatch.setattr(metadata, "requires", lambda name, spelled=spelled: [spelled])
+        (check,) = [check for check in checks.check_packages() if check.status == "info"]
+        assert f"huggingface-hub {metadata.version('huggingface_hub')}" in check.text and "None" not in check.text
+
+
 def test_packages_that_are_missing_or_old(monkeypatch: pytest.MonkeyPatch) -> None:
     required = ["torch>=999", "no-such-package>=1", "numpy>=1", "extra-only ; extra == 'dev'"]
     monkeypatch.setattr(metadata, "requires", lambda name: required)

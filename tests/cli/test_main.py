@@ -10,7 +10,9 @@ import pytest
 
 import slipstream
 from slipstream.cli import main as cli
+from slipstream.cli import run
 from slipstream.cli.flags import SAMPLING_FLAGS
+from slipstream.cli.parser import Parser
 from slipstream.config import EngineConfig, flag_name
 from slipstream.errors import EngineDead, InvalidParameter, ModelError, SlipstreamError
 from slipstream.types import SamplingParams
@@ -36,6 +38,25 @@ def test_help_loads_no_torch(argv: list[str]) -> None:
         assert all(name in done.stdout for name in cli.COMMANDS)
 
 
+@pytest.mark.parametrize(("name", "usage"), [("serve", "[MODEL]"), ("run", "MODEL [PROMPT]"), ("chat", "[MODEL]")])
+def test_many_flags_are_one_word_in_the_usage_line(name: str, usage: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main([name, "--help"])
+    out = capsys.readouterr().out
+    assert out.startswith(f"usage: slipstream {name} [FLAGS] {usage}\n\n")
+    assert "\n  --max-num-seqs N" in out
+
+
+@pytest.mark.parametrize(
+    "argv", [["m", "hi", "--seed", "1"], ["m", "--seed", "1", "hi"], ["--seed=1", "m", "hi"], ["--seed", "1", "m", "--", "hi"]]
+)
+def test_flags_may_stand_anywhere(argv: list[str]) -> None:
+    parser = Parser(prog="slipstream run")
+    run.add_arguments(parser)
+    args = parser.parse_args(argv)
+    assert (args.name, args.prompt, args.seed) == ("m", "hi", "1")
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
         cli.main(["--version"])
@@ -55,7 +76,12 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["serve", "--page-size=x"], "--page-size must be an integer, but got 'x'", None),
         (["serve", "--max-model-len", "0"], "--max-model-len must be at least 1, but got '0'", None),
         (["serve", "--max-model-len", "-1"], "--max-model-len must be at least 1, but got '-1'", None),
-        (["serve", "--port"], "--port expected one argument", "slipstream serve --help"),
+        (["serve", "--port"], "--port must have a value, but got none", "slipstream serve --help"),
+        (["run"], "MODEL must be given, but got none", "slipstream run --help"),
+        (["run", "m", " "], "a prompt must hold text, but got ' '", 'slipstream run MODEL "prompt", or pipe it in'),
+        (["bench"], "KIND must be given, but got none", "KIND is one of latency, throughput, serve; slipstream bench --help"),
+        (["bench", "x"], "KIND must be one of latency, throughput, serve, but got 'x'", "slipstream bench --help"),
+        (["bench", "serve", "--endpoint", "x"], "--endpoint must be one of completions, chat, but got 'x'", BENCH_HELP),
         (["serve", "--config", "no.toml"], "--config must name a TOML file, but got 'no.toml'", "--config or SLIPSTREAM_CONFIG"),
         (["run", "m", "hi", "--temperature", "warm"], "--temperature must be a number, but got 'warm'", None),
         (["bench", "serve", "--num-prompts", "0"], "--num-prompts must be an integer of at least 1, but got '0'", BENCH_HELP),

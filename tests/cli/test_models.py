@@ -183,7 +183,7 @@ def test_show_describes_a_gguf_file(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 def test_show_loads_no_weights(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)  # importing it would fail
-    for name in [name for name in sys.modules if name.startswith(("slipstream.weights.safe", "slipstream.weights.load."))]:
+    for name in [name for name in sys.modules if name.startswith(("slipstream.weights.safe", "slipstream.weights.loading"))]:
         monkeypatch.delitem(sys.modules, name)
     assert main(["show", str(checkpoint)]) == 0
 

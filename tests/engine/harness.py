@@ -82,7 +82,7 @@ def make_engine(
         max_num_seqs=batch,
         num_pages=num_pages if num_pages is not None else 4096 // page_size,
         debug=True,
-        **settings,
+        **{"adaptive_speculation": False, **settings},
     )
     tokenizer = ByteTokenizer()
     return assemble_engine(

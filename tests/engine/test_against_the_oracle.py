@@ -24,6 +24,7 @@ NOT_THE_ORACLES = (
     "bad_words",
     "seed",
     "prompt_logprobs",
+    "speculate",
 )
 
 

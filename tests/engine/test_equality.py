@@ -13,6 +13,8 @@ import pytest
 import torch
 
 import slipstream.testing.toy_grammar  # noqa: F401 - makes the kind "digits" known
+from slipstream.speculate.draft_model import DraftModel
+from slipstream.speculate.ngram import NGram
 from slipstream.speculate.off import Off
 from slipstream.testing import drafters as d
 from slipstream.testing.hash_lm import HashLM
@@ -28,6 +30,8 @@ DRAFTERS: dict[str, DrafterFactory] = {
     "rand": d.rand_chain(3, beyond=9),
     "rand_tree": d.rand_tree(7),
     "partial": d.partial(7, siblings=2),
+    "ngram": lambda target: NGram(3),
+    "draft_model": lambda target: DraftModel(target.model, target, 3),
 }
 CELLS = [
     pytest.param(lag, page_size, chunk, batch, name, id=f"lag{lag}-page{page_size}-chunk{chunk}-batch{batch}-{name}")
@@ -91,8 +95,8 @@ def test_every_cell_on_hash_lm(wanted: list[Answer], lag: int, page_size: int, c
     cell = {"lag": lag, "page_size": page_size, "chunk": chunk, "batch": batch}
     got = run(HASH_LM, GREEDY_AND_SEEDED, drafters={name: DRAFTERS[name]}, **cell)
     assert_equal(got, wanted, (lag, page_size, chunk, batch, name))
-    if name.startswith("self"):
-        assert sum(a.num_accepted for a in got) > 0.5 * sum(len(a.token_ids) for a in got), "SELF must be accepted"
+    if name.startswith(("self", "draft_model")):
+        assert sum(a.num_accepted for a in got) > 0.5 * sum(len(a.token_ids) for a in got), "the target itself must be accepted"
     if name == "off":
         assert all(a.num_drafted == 0 for a in got)
 
@@ -116,7 +120,7 @@ def wanted_of(family: str) -> tuple[list[Job], list[Answer]]:
 
 @pytest.mark.parametrize("parameter", EACH_PARAMETER)
 @pytest.mark.parametrize("lag", [0, 1])
-@pytest.mark.parametrize("name", ["off", "self_chain", "self_tree", "rand", "partial"])
+@pytest.mark.parametrize("name", ["off", "self_chain", "self_tree", "rand", "partial", "ngram", "draft_model"])
 def test_each_sampling_parameter(parameter: str, lag: int, name: str) -> None:
     jobs, wanted = wanted_with(parameter)
     got = run(HASH_LM, jobs, lag=lag, chunk=24, drafters={name: DRAFTERS[name]})
@@ -142,6 +146,14 @@ def test_windows_norms_and_layers_without_rope_in_float64(family: str, lag: int,
     assert_equal(got, wanted, (family, name, lag, page_size))
 
 
+@pytest.mark.parametrize("name", ["self_chain", "self_tree", "rand", "partial"])
+@pytest.mark.parametrize("lag", [0, 1])
+def test_whatever_width_the_cost_model_chooses(wanted: list[Answer], lag: int, name: str) -> None:
+    got = run(HASH_LM, GREEDY_AND_SEEDED, lag=lag, chunk=64, drafters={name: DRAFTERS[name]}, adaptive_speculation=True)
+    assert_equal(got, wanted, (lag, name))
+    assert sum(answer.num_drafted for answer in got) > 0
+
+
 @pytest.mark.parametrize("k", [1, 3, 7])
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("steps", [0, 3])
@@ -151,7 +163,7 @@ def test_a_drafter_gets_back_exactly_what_it_relayed(wanted: list[Answer], k: in
     assert_equal(run(HASH_LM, GREEDY_AND_SEEDED, lag=lag, chunk=64, drafters={"relaying": drafter}), wanted, (k, lag, steps))
 
 
-@pytest.mark.parametrize("name", ["off", "rand", "rand_tree", "self_chain"])
+@pytest.mark.parametrize("name", ["off", "rand", "rand_tree", "self_chain", "ngram", "draft_model"])
 @pytest.mark.parametrize("lag", [0, 1])
 def test_a_grammar_through_the_mask_port(lag: int, name: str) -> None:
     """Digits, then the end: in one batch with plain rows, closing inside a run or not."""

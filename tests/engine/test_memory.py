@@ -76,7 +76,7 @@ def test_what_is_allocated_is_what_the_table_says(family: str) -> None:
 
 def test_relay_rows_are_those_the_drafter_declares() -> None:
     model = HashLM()
-    drafter = RelayingDrafter(Target(model, 12, 4), RandDrafter(64, 3, None, 0), 2)
+    drafter = RelayingDrafter(Target(model, 4), RandDrafter(64, 3, None, 0), 2)
     wanted = sum(torch.zeros(4, *field.shape, dtype=field.dtype).nbytes for field in drafter.relay.fields.values())
     assert wanted > 0
     items = {item.name: item for item in plan(model, drafters=(drafter,)).items}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -345,3 +346,14 @@ def test_admission_leaves_the_running_ones_room_to_grow() -> None:
     sched.enqueue(request("c", 4, max_tokens=4))
     _, plan = next_plan(sched)
     assert not plan.admits
+
+
+def test_a_request_can_cap_its_drafts() -> None:
+    sched = scheduler(budget=64, depth=7, num_nodes=7)
+    for cap in (None, 0, 2):
+        one = request(str(cap), 4, max_tokens=40)
+        one.request = replace(one.request, params=replace(one.request.params, speculate=cap))
+        sched.enqueue(one)
+    settle(sched, next_plan(sched)[0])
+    _, plan = next_plan(sched)
+    assert [row.num_nodes for row in plan.rows] == [7, 0, 2]

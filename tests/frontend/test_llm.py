@@ -134,6 +134,11 @@ def test_parameters_for_all_for_each_and_by_default(llm: LLM, engine: EchoEngine
         assert caught.value.param == "sampling_params"
 
 
+def test_a_conversation_is_no_text(llm: LLM) -> None:
+    with pytest.raises(InvalidParameter, match=r'messages must be a list like \[{"role": "user", .* but got .hi'):
+        llm.chat("hi")  # type: ignore[arg-type]
+
+
 def test_priorities_and_salts(llm: LLM, engine: EchoEngine) -> None:
     llm.generate(["a", {"prompt": "b", "cache_salt": "mine"}], priority=[3, -1])
     assert [(one.priority, one.cache_salt) for one in engine.seen] == [(3, ""), (-1, "mine")]

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from slipstream.cache.ledger import Ledger
 from slipstream.cache.prefix import NOWHERE, Node
 from slipstream.engine.runner import Runner
+from slipstream.speculate.base import Drafter
+from slipstream.speculate.draft_model import DraftModel
 from tests.fuzz.auditor import must
 
 
@@ -25,7 +27,7 @@ def check_cached(ledger: Ledger, answered: Sequence[tuple[str, Sequence[int], Se
     Args:
         answered: salt, prompt and computed part of the answer, of every request. Behind a cut there is nothing: a cached path
             must spell the beginning of one of them.
-        runner: of a HashLM, whose first layer stores each token and its position.
+        runner: of a HashLM, whose first layer stores each token and its position; so does that of its draft model.
     """
     size = ledger.page_size
     for salt, path in paths(ledger):
@@ -34,13 +36,23 @@ def check_cached(ledger: Ledger, answered: Sequence[tuple[str, Sequence[int], Se
         must(known, f"cached work must be the beginning of an answer, but {tokens} is of none")
         if runner is None:
             continue
-        ((kv, host_kv),) = runner._pages._caches
-        for cache, page in ((kv, path[-1].page), (host_kv, path[-1].host_page)):
-            if page == NOWHERE:
+        drafter = runner._drafting._drafters[path[-1].drafter]
+        start = len(tokens) - size
+        for kv, host_kv in runner._pages._caches:
+            whose = "the target's" if kv is runner.kv else "the draft model's"
+            end = len(tokens) if kv is runner.kv else min(len(tokens), _context_of(drafter))
+            if kv is not runner.kv and kv is not drafter.kv:
                 continue
-            assert cache is not None
-            keys, positions = cache.layer(0)
-            slots = slice(page * size, (page + 1) * size)
-            start = len(tokens) - size
-            must(keys[slots].flatten().tolist() == list(path[-1].tokens), f"page {page} must hold {path[-1].tokens}")
-            must(positions[slots].flatten().tolist() == list(range(start, start + size)), f"page {page} is out of place")
+            for cache, page in ((kv, path[-1].page), (host_kv, path[-1].host_page)):
+                if page == NOWHERE:
+                    continue
+                assert cache is not None
+                slots = slice(page * size, (page + 1) * size)
+                keys, positions = (one[slots].flatten().tolist()[: max(end - start, 0)] for one in cache.layer(0))
+                must(keys == list(path[-1].tokens)[: len(keys)], f"{whose} page {page} must hold {path[-1].tokens}")
+                must(positions == list(range(start, start + len(keys))), f"{whose} page {page} is out of place")
+
+
+def _context_of(drafter: Drafter) -> int:
+    """Positions from which on its own KV holds nothing."""
+    return drafter._model.context_len if isinstance(drafter, DraftModel) else 0

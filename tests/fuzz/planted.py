@@ -21,6 +21,7 @@ from slipstream.engine.request import Request
 from slipstream.engine.scheduler import Launched, Scheduler
 from slipstream.engine.settle import Settler
 from slipstream.relay import FutureMap, RelayPayload, Rows
+from slipstream.speculate.draft_model import DraftModel
 from slipstream.types import EngineOutput
 
 Plant = Callable[[], Iterator[None]]
@@ -189,6 +190,12 @@ def retracted_in_flight() -> Iterator[None]:
         yield
 
 
+def draft_hole_cached() -> Iterator[None]:
+    """Pages go into the prefix cache although the draft model has not caught up with their last token."""
+    with mock.patch.object(DraftModel, "kv_behind", 0):
+        yield
+
+
 PLANTS: dict[str, Plant] = {
     plant.__name__: plant
     for plant in (
@@ -203,12 +210,14 @@ PLANTS: dict[str, Plant] = {
         stale_last_page,
         behind_the_cut,
         retracted_in_flight,
+        draft_hole_cached,
     )
 }
 # On one FIFO stream an ended owner's slot or pages may change hands early without any harm that an answer shows: the next owner's
 # writes come behind the last step that names them. A token computed again in a shared page leaves there what was there, and work
-# behind a cut is right as far as it goes. The auditor and the look into the cache hold the rules all the same.
-HARMLESS_HERE = ("early_slot", "early_page", "shared_page_written", "behind_the_cut")
+# behind a cut is right as far as it goes. What a draft model's KV holds changes no answer at all. The auditor and the look into
+# the cache hold the rules all the same.
+HARMLESS_HERE = ("early_slot", "early_page", "shared_page_written", "behind_the_cut", "draft_hole_cached")
 SHOWS_IN_ANSWERS = tuple(name for name in PLANTS if name not in HARMLESS_HERE)
 
 

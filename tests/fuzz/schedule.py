@@ -12,12 +12,16 @@ from dataclasses import dataclass, replace
 from typing import Literal
 from unittest import mock
 
+import torch
+
 from slipstream.cache.pages import pages_for
 from slipstream.config import EngineConfig
 from slipstream.engine import build as engine_build
 from slipstream.engine.loop import Engine
 from slipstream.engine.runner import Runner
 from slipstream.engine.scheduler import Scheduler
+from slipstream.speculate.draft_model import DraftModel
+from slipstream.speculate.ngram import Corpus, NGram
 from slipstream.speculate.off import Off
 from slipstream.testing.adversarial import AdversarialExecutor
 from slipstream.testing.drafters import DrafterFactory, partial, rand_chain, rand_tree, self_chain, self_tree
@@ -31,9 +35,11 @@ from tests.fuzz.universe import (
     CONTEXT,
     EOS,
     NUM_JOBS,
+    VOCAB,
     attention_of,
     jobs,
     model_of,
+    other_model,
     relatives,
     right_answer,
     stop_text,
@@ -51,6 +57,7 @@ SIMPLEST = {
     "num_host_pages": 0,
     "headroom": 64,
     "order": "fcfs",
+    "adaptive": False,
 }
 MODELS = ("hash 1", "hash 1", "hash 2")
 
@@ -72,11 +79,17 @@ def drafters(model: str) -> dict[str, DrafterFactory]:
         "relaying 1": relaying(partial(1, attention=attention), 1),
         "relaying 3": relaying(partial(3, 2, attention=attention), 3, probs_steps=2),
         "relaying 7": relaying(rand_tree(7), 7),
+        "ngram 3": lambda target: NGram(3, 1, 3),
+        "ngram 7": lambda target: NGram(7, 1, 2, Corpus(torch.arange(32, VOCAB - 2).repeat(2), 2)),
+        "draft model 1": lambda target: DraftModel(target.model, target, 1),
+        "draft model 3": lambda target: DraftModel(target.model, target, 3),
+        "other draft model 3": lambda target: DraftModel(other_model(model), target, 3),
     }
 
 
 MIXED = ("self tree 3", "relaying 3", "off", "rand 3", "relaying 1")
-DRAFTERS = (*drafters("hash 1"), "mixed", "mixed")
+MIXES = {"mixed": MIXED, "mixed models": ("draft model 3", "ngram 3", "draft model 1", "off")}
+DRAFTERS = (*drafters("hash 1"), *MIXES)
 
 
 @dataclass(frozen=True)
@@ -96,6 +109,7 @@ class Setting:
     headroom: int = 64
     order: Literal["fcfs", "cache-aware"] = "fcfs"
     num_host_pages: int = 0
+    adaptive: bool = False
 
 
 @dataclass(frozen=True)
@@ -140,6 +154,7 @@ def draw(rng: random.Random, models: Sequence[str] = MODELS, num_jobs: int = NUM
         headroom=rng.choice((0, 0, 0, 4, 64)),
         order=rng.choice(("fcfs", "fcfs", "cache-aware")),
         num_host_pages=rng.choice((0, 0, 1, 3, 20)),
+        adaptive=rng.random() < 0.2,
     )
     actions: list[tuple[str, int]] = []
     for place in range(len(requests)):
@@ -178,8 +193,8 @@ def build_unchecked(setting: Setting) -> Engine:
 
 def _build(setting: Setting, checked: bool) -> Engine:
     known = drafters(setting.model)
-    names = MIXED if setting.drafter == "mixed" else (setting.drafter,)
-    scheduler = MixedScheduler if setting.drafter == "mixed" else Scheduler
+    names = MIXES.get(setting.drafter, (setting.drafter,))
+    scheduler = MixedScheduler if setting.drafter in MIXES else Scheduler
     adversary = AdversarialExecutor.factory(setting.executor_seed)
     token_bytes = sum(layer.bytes_per_token for layer in model_of(setting.model).kv_layers)
     config = EngineConfig(
@@ -192,6 +207,7 @@ def _build(setting: Setting, checked: bool) -> Engine:
         enable_prefix_caching=setting.caching,
         admission_headroom_tokens=setting.headroom,
         scheduling_policy=setting.order,
+        adaptive_speculation=setting.adaptive,
         kv_offload_memory_bytes=setting.num_host_pages * setting.page_size * token_bytes,
         debug=checked,
     )

@@ -10,7 +10,7 @@ from tests.fuzz.planted import PLANTS, SHOWS_IN_ANSWERS, planted
 from tests.fuzz.schedule import Build, build, build_unchecked, draw, failure
 
 FIRST = 500_000
-MOST = 150
+MOST = 300
 
 
 def schedules_until_found(make: Build) -> int | None:

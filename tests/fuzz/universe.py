@@ -47,6 +47,13 @@ def model_of(name: str) -> CausalLM:
     return HashLM(VOCAB, CONTEXT, int(name.split()[1]), eos_token_ids=(EOS,), eos_bias=EOS_BIAS, nan_token_id=NAN)
 
 
+def other_model(name: str) -> CausalLM:
+    """A model that knows the same ids, says something else, and has a context of 20: the draft model of some schedules."""
+    if not name.startswith("hash"):
+        return tiny_model(name, seed=1)
+    return HashLM(VOCAB, 20, eos_token_ids=(EOS,), eos_bias=EOS_BIAS, nan_token_id=NAN, salt=1)
+
+
 def attention_of(name: str) -> AttentionBackend:
     """The attention backend for a model."""
     return HASH_ATTENTION if name.startswith("hash") else REFERENCE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -176,6 +177,14 @@ def test_characters_of_many_tokens_are_sent_whole(server: LiveServer) -> None:
         events = complete_events(server.chat(f"say(a€😀é) [run={run}]", stream=True))
         assert texts(events) == {0: "a€😀é"}
         assert "�" not in str(events)
+
+
+def test_no_character_of_an_answer_ends_the_line_of_its_event(server: LiveServer) -> None:
+    """U+2028 and U+0085 end lines for `str.splitlines`, and so for many clients."""
+    text = "a\u2028b\x85c\u2029d"
+    lines = [line for line in server.complete(f"say({text}) [run=50]", stream=True).text.splitlines() if line]
+    said = [json.loads(line.removeprefix("data: ")) for line in lines if line != "data: [DONE]"]
+    assert "".join(event["choices"][0]["text"] for event in said) == text
 
 
 class TestSeveralAnswers:

@@ -62,8 +62,13 @@ def test_sampling_defaults_of_the_model(server: LiveServer) -> None:
 def test_json_logs() -> None:
     with LiveServer(log_json=True) as server:
         assert server.complete().status_code == 200
+        assert server.complete(temperature="hot and secret").status_code == 400
+        assert server.http.get("/nowhere").status_code == 404
         server.signal(signal.SIGTERM)
         assert server.wait() == 0
         lines = [json.loads(line) for line in server.lines[:-1]]
-        (line,) = [line for line in lines if line["logger"] == "slipstream.access"]
+        line, refused, lost = [line for line in lines if line["logger"] == "slipstream.access"]
         assert line["status"] == 200 and line["output_tokens"] == 3 and line["finish"] == "stop" and line["id"].startswith("req-")
+        assert (refused["status"], refused["error"], refused["param"]) == (400, "invalid_value", "temperature")
+        assert (lost["status"], lost["error"]) == (404, "unknown_path") and "param" not in lost
+        assert "error" not in line and "secret" not in json.dumps(refused), "what clients send is not logged"

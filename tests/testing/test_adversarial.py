@@ -85,7 +85,7 @@ def test_a_failed_step_fails_its_own_result(mood: str) -> None:
 def test_a_plan_that_changes_after_it_was_submitted_is_found() -> None:
     tokens = np.array([1, 2, 3])
     request = EngineRequest("a", (1, 2, 3), SamplingParams(), 0)
-    plan = StepPlan(1, admits=(Admit(1, 1, request, tokens, 3, 0, 10),))
+    plan = StepPlan(1, admits=(Admit(1, 1, request, tokens, 3, 0, 0, 10),))
     handle = AdversarialExecutor(RecordingDevice(), 0, "lazy").submit(plan)
     tokens[1] = 9
     with pytest.raises(InvariantBroken, match="a plan must not change once it is submitted, but step 1 did"):

@@ -49,8 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         epilog=_example("serve --base-url http://127.0.0.1:8000 --concurrency 8"),
     )
     serve.add_argument("--base-url", default="http://127.0.0.1:8000", metavar="URL", help="(default: http://127.0.0.1:8000)")
-    serve.add_argument("--served-model", metavar="NAME", help="model to ask for; by default the server's first")
-    serve.add_argument("--bearer", metavar="KEY", help="API key of the server [OPENAI_API_KEY]")
+    serve.add_argument("--model", metavar="NAME", help="model to ask for; by default the server's first")
+    serve.add_argument("--api-key", metavar="KEY", help="key of the server [OPENAI_API_KEY]")
     serve.add_argument("--endpoint", choices=("completions", "chat"), default="completions", help="(default: completions)")
     serve.add_argument("--concurrency", type=_count, default=8, metavar="N", help="most requests at once (default: 8)")
     serve.add_argument("--num-prompts", type=_count, default=64, metavar="N", help="requests (default: 64)")
@@ -142,8 +142,8 @@ def _serve(args: argparse.Namespace) -> dict[str, Any]:
         prompts = random_words(args.num_prompts, args.input_len, args.seed)
     load = Load(
         base_url=args.base_url.rstrip("/").removesuffix("/v1"),
-        api_key=args.bearer or os.environ.get("OPENAI_API_KEY"),
-        model=args.served_model,
+        api_key=args.api_key or os.environ.get("OPENAI_API_KEY"),
+        model=args.model,
         endpoint=args.endpoint,
         concurrency=args.concurrency,
         request_rate=args.request_rate,

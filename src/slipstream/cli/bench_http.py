@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import httpx
 
+from slipstream.cli.events import EventData
 from slipstream.cli.measure import Timeline
 from slipstream.errors import ConfigError
 
@@ -95,7 +96,7 @@ async def _first_model(client: httpx.AsyncClient) -> str:
     except httpx.HTTPStatusError as error:
         raise ConfigError(
             f"the server must list its models, but got HTTP {error.response.status_code}: {error.response.text[:200]}",
-            hint="--bearer KEY or OPENAI_API_KEY where it asks for a key",
+            hint="--api-key KEY or OPENAI_API_KEY where it asks for a key",
         ) from None
     except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
         raise ConfigError(
@@ -125,9 +126,11 @@ async def _one(client: httpx.AsyncClient, load: Load, prompt: str, measured: Mea
             if response.status_code != 200:
                 text = (await response.aread()).decode(errors="replace")
                 raise ValueError(f"HTTP {response.status_code}: {text[:200]}")
-            async for line in response.aiter_lines():
-                if line.startswith("data:") and (data := line[5:].strip()) != "[DONE]":
-                    _note(timeline, json.loads(data))
+            events = EventData()
+            async for piece in response.aiter_bytes():
+                for data in events.feed(piece):
+                    if data != "[DONE]":
+                        _note(timeline, json.loads(data))
         if not timeline.arrivals_s:
             raise ValueError("no token")
     except (httpx.HTTPError, ValueError) as error:

@@ -31,7 +31,7 @@ CPU_FEATURES: tuple[tuple[str, tuple[str, ...]], ...] = (
 )
 
 
-_SHOWN = ("torch", "numpy", "huggingface-hub", "huggingface_hub", "safetensors", "tokenizers")
+_SHOWN = ("torch", "numpy", "huggingface-hub", "safetensors", "tokenizers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +122,7 @@ def check_compiler() -> Check:
 def check_packages() -> Iterator[Check]:
     """Whether every requirement is there, in a version that will do."""
     from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
 
     try:
         required = [Requirement(text) for text in metadata.requires("slipstream") or ()]
@@ -133,15 +134,14 @@ def check_packages() -> Iterator[Check]:
         if one.marker is not None and not one.marker.evaluate({"extra": ""}):
             continue
         try:
-            versions[one.name] = found = metadata.version(one.name)
+            found = metadata.version(one.name)
         except metadata.PackageNotFoundError:
-            versions[one.name] = found = None
+            found = None
+        versions[canonicalize_name(one.name)] = found
         if found is None or not one.specifier.contains(found, prereleases=True):
             text = f"{one.name} must be {one.specifier or 'installed'}, but got {found or 'none'}"
             yield Check("packages", "fail", text, f"pip install '{one}'", {"package": one.name, "version": found})
-    shown = ", ".join(
-        f"{name} {versions.get(name)}" for name in ("torch", "numpy", "huggingface_hub", "safetensors", "tokenizers")
-    )
+    shown = ", ".join(f"{name} {versions[name]}" for name in _SHOWN if versions.get(name))
     yield Check("packages", "info", f"slipstream {metadata.version('slipstream')}, {shown}", facts={"versions": versions})
     if util.find_spec("pip") is None:
         yield Check("packages", "warn", "pip is not there, and aliases are fetched with it", "python -m ensurepip")
@@ -194,8 +194,9 @@ def check_port(host: str, port: int) -> Check:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         socket.create_server(address, family=family).close()
     except OSError as error:
+        reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror or error
         hint = "a server may be running already; --port takes another one, 0 a free one"
-        return Check("port", "warn", f"{host}:{port} is not free: {error.strerror or error}", hint, facts | {"is_free": False})
+        return Check("port", "warn", f"{host}:{port} is not free: {reason}", hint, facts | {"is_free": False})
     return Check("port", "ok", f"{host}:{port} is free", facts=facts | {"is_free": True})
 
 

@@ -23,7 +23,7 @@ def engine_checks(config: EngineConfig) -> list[Check]:
         from slipstream.attention.registry import attention_backend
         from slipstream.engine.build import pick_device
         from slipstream.engine.compat import check_startup
-        from slipstream.weights.load import pick_dtype
+        from slipstream.weights.loading import pick_dtype
     except ImportError as error:
         return [Check("engine", "fail", f"the engine must be importable, but got: {error}", "pip install . puts torch in")]
     checks: list[Check] = []

@@ -18,7 +18,7 @@ from slipstream.errors import ConfigError, InvalidRequest, SlipstreamError
 # `run(args) -> exit code`.
 COMMANDS = {
     "serve": "serve a model to OpenAI clients",
-    "run": "answer one prompt and stop",
+    "run": "answer one prompt, or a file of requests",
     "chat": "talk to a model in the terminal",
     "bench": "measure latency and throughput",
     "pull": "fetch a model without loading it",

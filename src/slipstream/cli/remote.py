@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import httpx
 
+from slipstream.cli.events import EventData
 from slipstream.cli.tally import Tally
 from slipstream.errors import ConfigError, EngineError, InvalidRequest, SlipstreamError, shown
 
@@ -45,8 +47,8 @@ class RemoteModel:
             with self._client.stream("POST", "/chat/completions", json=body) as response:
                 if response.status_code != 200:
                     raise _refusal(response.status_code, response.read())
-                for line in response.iter_lines():
-                    data = line.removeprefix("data:").strip() if line.startswith("data:") else ""
+                events = EventData()
+                for data in itertools.chain.from_iterable(map(events.feed, response.iter_bytes())):
                     if data == "[DONE]":
                         return
                     if data:

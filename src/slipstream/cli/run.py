@@ -18,6 +18,8 @@ from slipstream.errors import ConfigError
 
 EXAMPLE = 'slipstream run smollm2-135m "Name three rivers." --temperature 0'
 
+_HOW = 'slipstream run MODEL "prompt", or pipe it in'
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
@@ -61,10 +63,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _prompt(given: str | None) -> str:
     if given is None and sys.stdin.isatty():
-        raise ConfigError("a prompt must be given, but got none", hint='slipstream run MODEL "prompt", or pipe it in')
+        raise ConfigError("a prompt must be given, but got none", hint=_HOW)
     prompt = sys.stdin.read() if given is None else given
     if not prompt.strip():
-        raise ConfigError(f"a prompt must hold text, but got {prompt!r}")
+        raise ConfigError(f"a prompt must hold text, but got {prompt!r}", hint=_HOW)
     return prompt
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
 from slipstream.attention.base import AttentionBackend
-from slipstream.attention.kv import NUM_RESERVED_PAGES, KVCache
+from slipstream.attention.kv import NUM_RESERVED_PAGES, KVCache, LayerKV
 from slipstream.attention.registry import attention_backend
 from slipstream.cache.ledger import Ledger
 from slipstream.cache.pages import pages_for
@@ -27,7 +27,9 @@ from slipstream.models.base import CausalLM
 from slipstream.observe import log
 from slipstream.speculate.base import Drafter
 from slipstream.speculate.registry import Target, build_drafter
+from slipstream.speculate.width import WidthModel
 from slipstream.text.detokenize import StopScanner
+from slipstream.text.tokenizer import Tokenizer
 from slipstream.weights import load
 from slipstream.weights.loaded import LoadedModel
 
@@ -54,6 +56,7 @@ def build_engine(config: EngineConfig, on_progress: Callable[[str, float], None]
         context_len=loaded.context_len,
         device=device,
         num_parameters=loaded.num_parameters,
+        tokenizer=loaded.tokenizer,
     )
     return engine, loaded
 
@@ -71,6 +74,7 @@ def assemble_engine(
     executor: Callable[[Device], Executor] = ThreadExecutor,
     order: ReuseOrder = "newest",
     num_parameters: int = 0,
+    tokenizer: Tokenizer | None = None,
 ) -> Engine:
     """Build an engine around a model.
 
@@ -86,20 +90,21 @@ def assemble_engine(
         executor: where steps run.
         order: which free slot or page is reused first.
         num_parameters: of the model, for the memory table.
+        tokenizer: of the model, for drafters; None: not known.
 
     Raises `ConfigError` where what is allocated here, or a full step, cannot fit; logs the memory table otherwise.
     """
     device = device or torch.device("cpu")
     context_len = context_len or min(model.context_len, config.max_model_len or model.context_len)
-    num_pages = pick_num_pages(model, config, context_len)
-    all_pages = num_pages + NUM_RESERVED_PAGES
     attention = attention or attention_backend(config.attention_backend)
-    target = Target(model, all_pages, config.page_size, device, attention)
+    target = Target(model, config.page_size, device, attention, tokenizer)
     if drafters is None:
         built = dict([build_drafter(config.speculate[0] if config.speculate else "off", target)])
     else:
         built = {name: make(target) for name, make in drafters.items()}
-    num_host_pages = pick_num_host_pages(model, config)
+    num_pages = pick_num_pages(model, config, context_len, built.values())
+    all_pages = num_pages + NUM_RESERVED_PAGES
+    num_host_pages = pick_num_host_pages(model, config, built.values())
     memory = plan_memory(
         model,
         config,
@@ -113,13 +118,19 @@ def assemble_engine(
     memory.check()
     log.table(logger, logging.INFO, "memory", memory.text, memory.fields)
     kv = KVCache(model.kv_layers, all_pages, config.page_size, device, poison=config.debug)
-    host_kv = KVCache(model.kv_layers, num_host_pages, config.page_size, torch.device("cpu")) if num_host_pages else None
+    for drafter in built.values():
+        if drafter.kv_layers:
+            drafter.kv = KVCache(drafter.kv_layers, all_pages, config.page_size, device, poison=config.debug)
+
+    def on_host(layers: tuple[LayerKV, ...]) -> KVCache | None:
+        return KVCache(layers, num_host_pages, config.page_size, torch.device("cpu")) if num_host_pages else None
+
     runner = Runner(
         model=model,
         attention=attention,
         drafters=built,
         kv=kv,
-        host_kv=host_kv,
+        paged=[(kv, on_host(model.kv_layers)), *((d.kv, on_host(d.kv_layers)) for d in built.values() if d.kv is not None)],
         num_slots=config.max_num_seqs,
         context_len=context_len,
         eos_token_ids=eos_token_ids,
@@ -137,10 +148,11 @@ def assemble_engine(
             caching=config.enable_prefix_caching,
             num_host_pages=num_host_pages,
         ),
-        {name: DraftLimits(d.depth, d.num_nodes, d.max_writes, d.shifted_kv) for name, d in built.items()},
+        {name: DraftLimits(d.depth, d.num_nodes, d.max_writes, d.shifted_kv, d.kv_behind) for name, d in built.items()},
         next(iter(built)),
         config.max_num_batched_tokens,
         Policy(config.scheduling_policy, config.admission_headroom_tokens),
+        _widths(next(iter(built.values())), config),
     )
     return Engine(
         scheduler=scheduler,
@@ -154,14 +166,22 @@ def assemble_engine(
     )
 
 
+def _widths(drafter: Drafter, config: EngineConfig) -> WidthModel | None:
+    """The cost model; without one, every step drafts as much as it may."""
+    return WidthModel(drafter.depth, drafter.num_nodes) if config.adaptive_speculation and drafter.num_nodes else None
+
+
 def pick_device(name: str) -> torch.device:
     """`auto` is the CPU for now."""
     return torch.device("cpu" if name == "auto" else name)
 
 
-def pick_num_pages(model: CausalLM, config: EngineConfig, context_len: int) -> int:
-    """Pages requests may hold: as configured, else what --max-num-seqs full contexts need, as far as memory goes."""
-    page_bytes = _page_bytes(model, config)
+def pick_num_pages(model: CausalLM, config: EngineConfig, context_len: int, drafters: Iterable[Drafter] = ()) -> int:
+    """Pages requests may hold: as configured, else what --max-num-seqs full contexts need, as far as memory goes.
+
+    A page counts with what the drafters' own KV stores in it.
+    """
+    page_bytes = _page_bytes(model, config, drafters)
     if config.num_pages is not None:
         pages = config.num_pages
     elif config.kv_cache_memory_bytes is not None:
@@ -177,18 +197,19 @@ def pick_num_pages(model: CausalLM, config: EngineConfig, context_len: int) -> i
     return pages
 
 
-def pick_num_host_pages(model: CausalLM, config: EngineConfig) -> int:
+def pick_num_host_pages(model: CausalLM, config: EngineConfig, drafters: Iterable[Drafter] = ()) -> int:
     """Pages of host memory that the prefix cache may use besides. Raises `ConfigError` where there is not so much."""
     wanted, free = config.kv_offload_memory_bytes, available_memory_bytes()
     if wanted > free:
         raise ConfigError(
             f"--kv-offload-memory-bytes must be at most the {free} bytes that are free, but got {wanted}", hint="give it less"
         )
-    return wanted // _page_bytes(model, config)
+    return wanted // _page_bytes(model, config, drafters)
 
 
-def _page_bytes(model: CausalLM, config: EngineConfig) -> int:
-    return config.page_size * sum(layer.bytes_per_token for layer in model.kv_layers)
+def _page_bytes(model: CausalLM, config: EngineConfig, drafters: Iterable[Drafter]) -> int:
+    layers = [*model.kv_layers, *(layer for drafter in drafters for layer in drafter.kv_layers)]
+    return config.page_size * sum(layer.bytes_per_token for layer in layers)
 
 
 def available_memory_bytes() -> int:

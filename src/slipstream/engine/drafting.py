@@ -117,17 +117,17 @@ class Drafting:
         if len(own) != len(plan.chunks):
             tokens = self._state.upload(_own_chunk_tokens(plan, name))
             slots, positions = slots.index_select(0, tokens), positions.index_select(0, tokens)
-        owners = self._state.upload([chunk.slot for chunk in own])
+        rows = self._state.upload([chunk.slot for chunk in own])
         return ChunkTokens(
-            slots=owners,
+            slots=rows,
             starts=self._state.upload([chunk.start for chunk in own]),
             lens=tuple(chunk.num_tokens for chunk in own),
             tokens=self._state.history[slots, positions],
             next_tokens=self._state.history[slots, positions + 1],
             is_last=tuple(chunk.is_last for chunk in own),
-            page_tables=self._state.page_tables.index_select(0, owners),
-            draft_from=self._state.draft_from.index_select(0, owners),
-            max_lens=tuple(chunk.max_len for chunk in own),
+            ends=tuple(chunk.start + chunk.num_tokens for chunk in own),
+            page_tables=self._state.page_tables.index_select(0, rows),
+            draft_from=self._state.draft_from.index_select(0, rows),
         )
 
     def _own_taps(self, plan: StepPlan, index: StepIndex, name: str, taps: Tensor, layers: tuple[int, ...]) -> Tensor | None:

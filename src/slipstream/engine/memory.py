@@ -167,6 +167,11 @@ def plan_memory(
     pool = f"{num_pages} of {config.page_size} tokens: {num_pages * config.page_size} tokens of {amount(kv_bytes)}"
     page = config.page_size * kv_bytes
     kv = (num_pages + NUM_RESERVED_PAGES) * page
+    draft_bytes = sum(one.bytes_per_token for drafter in drafters for one in drafter.kv_layers)
+    draft_page = config.page_size * draft_bytes
+    draft_kv = (num_pages + NUM_RESERVED_PAGES) * draft_page
+    draft_pool = f"the same pages: {num_pages * config.page_size} tokens of {amount(draft_bytes)}"
+    host_kv = num_host_pages * (page + draft_page)
     seqs, context, drafts = "--max-num-seqs", "--max-model-len", "--speculate"
 
     def at_start(name: str, num_bytes: int, what: str, *flags: str) -> MemoryItem:
@@ -179,7 +184,8 @@ def plan_memory(
     items = [
         MemoryItem("weights", num_parameters * size, parameters, ("--dtype",)),
         at_start("KV pages", kv, pool, "--num-pages", "--kv-cache-memory-bytes"),
-        MemoryItem("host KV pages", num_host_pages * page, f"{num_host_pages} pages", ("--kv-offload-memory-bytes",)),
+        MemoryItem("host KV pages", host_kv, f"{num_host_pages} pages", ("--kv-offload-memory-bytes",)),
+        at_start("draft KV pages", draft_kv, draft_pool, "--num-pages", "--kv-cache-memory-bytes", drafts),
         at_start("token history", slots * (context_len + 2) * INT_BYTES, f"{slots} slots of {context_len} tokens", seqs, context),
         at_start("page tables", slots * max_pages * INT_BYTES, f"{slots} slots of {max_pages} pages", seqs, context),
         at_start("slot numbers", slots * SLOT_BYTES, f"{slots} slots: sampling, lengths, limits", seqs),

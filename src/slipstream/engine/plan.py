@@ -184,20 +184,23 @@ class StepResult:
         step: the plan's number.
         tokens: [rows, depth + 1] int64, -1 behind the committed ones.
         accept_lens: [rows] int64, 0 to depth + 1, bonus counted.
+        num_drafted: [rows] int64, nodes that were verified: of those planned, as many as the drafter had.
         non_finite: [rows] int64, index of the first committed token that came from logits that are not finite; -1: none.
         grammar_ends: [rows] int64, committed tokens up to and with the one that closed the row's grammar; -1: not closed.
         grammar_errors: row -> what went wrong with its grammar.
         logprobs: None when no row asked.
-        device_s: seconds the device step took.
+        device_s: seconds the device step took. draft_s: of them, those in drafters.
         prompt_logprobs: place in the plan's chunks -> logprobs, for those that asked.
     """
 
     step: int
     tokens: IntArray
     accept_lens: IntArray
+    num_drafted: IntArray
     non_finite: IntArray
     grammar_ends: IntArray
     grammar_errors: dict[int, str]
     logprobs: StepLogprobs | None
     device_s: float
+    draft_s: float = 0.0
     prompt_logprobs: Mapping[int, ChunkLogprobs] = field(default_factory=dict)

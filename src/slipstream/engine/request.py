@@ -6,10 +6,12 @@ bound                                                  | - - in flight - - |    
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from dataclasses import dataclass, field
 
 from slipstream.cache.ledger import Holding
+from slipstream.speculate.width import Acceptance
 from slipstream.types import EngineRequest, FinishReason, TokenLogprobs
 
 
@@ -32,6 +34,7 @@ class Request:
         is_leaving: it will be retracted once its last step is settled; no further step names it.
         num_cached: prompt tokens found in the prefix cache when it was first admitted. queue_s: how long that took.
         num_overtaken: requests of lower rank that were admitted before it.
+        acceptance: how its drafts have fared, for the cost model.
     """
 
     request: EngineRequest
@@ -51,6 +54,7 @@ class Request:
     queue_s: float | None = None
     num_retractions: int = 0
     num_overtaken: int = 0
+    acceptance: Acceptance = field(default_factory=Acceptance)
     num_drafted: int = 0
     num_accepted: int = 0
 
@@ -73,6 +77,12 @@ class Request:
     def num_prompt_logprobs(self) -> int | None:
         """How many prompt logprobs its chunks must ask for at each position; None: none at all, or none any more."""
         return None if self.has_prompt_logprobs else self.request.params.prompt_logprobs
+
+    @property
+    def max_nodes(self) -> int:
+        """Most nodes it wants drafted in a step."""
+        cap = self.request.params.speculate
+        return sys.maxsize if cap is None else cap
 
     @property
     def is_prefilling(self) -> bool:

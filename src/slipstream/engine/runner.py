@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
@@ -42,7 +42,7 @@ class Runner:
         attention: the attention backend.
         drafters: by name.
         kv: the target's KV cache.
-        host_kv: where evicted pages are kept; None: nowhere.
+        paged: every cache over the same pages, the target's and drafters', with where its evicted pages are kept; None: nowhere.
         num_slots: most requests that run at once (the padding row comes on top).
         context_len: most tokens a request may have.
         eos_token_ids: masked while a row has fewer than min_tokens tokens.
@@ -57,7 +57,7 @@ class Runner:
         attention: AttentionBackend,
         drafters: Mapping[str, Drafter],
         kv: KVCache,
-        host_kv: KVCache | None = None,
+        paged: Sequence[tuple[KVCache, KVCache | None]],
         num_slots: int,
         context_len: int,
         eos_token_ids: tuple[int, ...],
@@ -75,7 +75,7 @@ class Runner:
         self.relay = FutureMap(num_slots + 1, specs, device, debug, declare=declared)
         self.sampling = SamplingState(num_slots + 1, model.vocab_size, eos_token_ids, device)
         self._drafting = Drafting(drafters, self.relay, self.state, self.sampling, kv)
-        self._pages = PageMoves([(kv, host_kv)])
+        self._pages = PageMoves(paged)
         self._masks = MaskPort(model.vocab_size, device)
         self._logprobs = RowLogprobs(logprobs_mode)
 
@@ -90,7 +90,9 @@ class Runner:
             rows = Rows(*(self.state.upload([getattr(part, field) for part in plan.parts]) for field in ("slot", "epoch")))
             limits = self.state.limits.index_select(0, rows.slots)
             bases = self._base_lens(plan, rows)
+            drafting = time.perf_counter()
             roots, draft = self._propose(plan, rows, bases, limits)
+            draft_s = time.perf_counter() - drafting
             sampled = self._sampled_rows(plan, index, rows, bases, limits, roots, draft)
 
             masks = self._masks.start(plan, sampled)
@@ -105,12 +107,14 @@ class Runner:
             if draft.parents is not None:
                 self._compact(sampled, verdict)
             who = Rows(sampled.slots, rows.epochs.index_select(0, index.sampled_parts))
+            drafting = time.perf_counter()
             self._drafting.observe(plan, index, who, sampled.base_lens, verdict, taps)
+            draft_s += time.perf_counter() - drafting
             logprobs = self._logprobs.of(plan, sampled, logits, params, verdict, allowed)
             of_prompts = prompt_logprobs(plan, index, hidden, self.state.history, self.model)
             with declared("the result travels to the host"):
                 tokens, accept_lens = verdict.tokens.numpy(force=True), verdict.accept_lens.numpy(force=True)
-                non_finite = verdict.non_finite.numpy(force=True)
+                num_drafted, non_finite = sampled.draft.num_nodes.numpy(force=True), verdict.non_finite.numpy(force=True)
         # Tokens of sick logits mean nothing; a matcher that took them would blame the grammar.
         sound = np.where(non_finite < 0, accept_lens, non_finite)
         grammar_ends, errors = self._masks.commit(plan, tokens, sound)
@@ -118,11 +122,13 @@ class Runner:
             step=plan.step,
             tokens=tokens,
             accept_lens=accept_lens,
+            num_drafted=num_drafted,
             non_finite=non_finite,
             grammar_ends=grammar_ends,
             grammar_errors=errors,
             logprobs=logprobs,
             device_s=time.perf_counter() - started,
+            draft_s=draft_s,
             prompt_logprobs=of_prompts,
         )
 

@@ -5,7 +5,7 @@ It imports no torch and never waits: what the device has not told yet it bounds 
 A step's token budget is dealt out in this order:
     1. a root for each decoding row (round-robin where the budget is smaller than the rows),
     2. a share for prompts, so that a long prompt goes on however wide the drafts are,
-    3. draft nodes, evenly, from what is left after the prompts.
+    3. draft nodes, at most evenly, from what is left after the prompts; how many, the cost model says (speculate/width.py).
 Pages likewise: the next page of each decoding row, by rank; all pages of a newly admitted prompt; pages for draft nodes.
 """
 
@@ -18,10 +18,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from slipstream.cache.ledger import NO_MATCH, Holding, Ledger, Match
-from slipstream.engine.plan import Admit, Chunk, PageDelta, Retire, StepPlan, VerifyRow
+from slipstream.engine.plan import Admit, Chunk, PageDelta, Retire, StepPlan, StepResult, VerifyRow
 from slipstream.engine.policy import Policy, RankedList, victim_of_pressure, victim_of_priority
 from slipstream.engine.request import Request
 from slipstream.errors import InvariantBroken
+from slipstream.speculate.width import WidthModel
 
 PROMPT_SHARE = 4  # a quarter of the budget goes to waiting prompts before any draft node
 
@@ -34,6 +35,7 @@ class DraftLimits:
     num_nodes: int
     max_writes: int
     shifted_kv: bool = False
+    kv_behind: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,7 @@ class Scheduler:
         drafter: which one requests draft with.
         max_num_batched_tokens: most tokens the target computes in a step, at least 2.
         policy: who comes first.
+        widths: chooses how many nodes rows draft; None: as many as may be.
     """
 
     def __init__(
@@ -73,6 +76,7 @@ class Scheduler:
         drafter: str,
         max_num_batched_tokens: int,
         policy: Policy | None = None,
+        widths: WidthModel | None = None,
     ) -> None:
         self.ledger = ledger
         self.waiting = RankedList()
@@ -81,6 +85,7 @@ class Scheduler:
         self.num_retractions = 0
         self.num_cached_tokens = 0
         self._policy = policy or Policy()
+        self._widths = widths
         self._drafter = drafter
         self._limits = drafters[drafter]
         self._budget = max_num_batched_tokens
@@ -105,6 +110,18 @@ class Scheduler:
         for request in launched.named:
             self.ledger.settle(_holding(request))
 
+    def learn(self, launched: Launched, result: StepResult) -> None:
+        """Tell the cost model what a step took, and how the drafts of its rows fared."""
+        if self._widths is None:
+            return
+        plan = launched.plan
+        num_nodes = sum(row.num_nodes for row in plan.rows)
+        self._widths.step_took(plan.num_tokens, num_nodes, result.device_s, result.draft_s)
+        first = len(launched.sampled) - len(plan.rows)
+        for request, row, accepted in zip(launched.sampled[first:], plan.rows, result.accept_lens[first:].tolist(), strict=True):
+            if row.num_nodes and request.finish_reason is None:
+                self._widths.draft_was(request.acceptance, max(accepted - 1, 0), row.num_nodes)
+
     def plan(self) -> Launched | None:
         """The next step, or None when there is nothing to launch right now."""
         for request in [each for each in self.running if each.is_leaving and not each.num_in_flight]:
@@ -117,8 +134,8 @@ class Scheduler:
         rows = self._in_turn(rows, roots)  # a prompt always gets at least one token
         budget = self._budget - len(rows)
         self._plan_prompts(draft, candidate, budget, bool(rows))
-        budget -= sum(chunk.num_tokens for chunk in draft.chunks)
-        nodes = self._nodes_per_row(rows, budget)
+        num_prompt_tokens = sum(chunk.num_tokens for chunk in draft.chunks)
+        nodes = self._nodes_per_row(rows, budget - num_prompt_tokens, num_prompt_tokens)
         verify_rows = [self._row(request, count, draft) for request, count in zip(rows, nodes, strict=True)]
         self._make_way(paused)
         if not draft.chunks and not verify_rows:
@@ -166,12 +183,15 @@ class Scheduler:
         holding = _holding(request)
         return VerifyRow(holding.slot, holding.epoch, self._drafter_of(request), num_nodes, request.max_committed_len)
 
-    def _nodes_per_row(self, rows: list[Request], budget: int) -> list[int]:
-        """Deal draft nodes evenly; a row never gets more than it may still commit (its bonus comes on top)."""
+    def _nodes_per_row(self, rows: list[Request], budget: int, num_prompt_tokens: int) -> list[int]:
+        """Deal draft nodes, at most evenly; a row never gets more than it may still commit (its bonus comes on top)."""
         if not rows:
             return []
         share = min(self._limits.num_nodes, budget // len(rows))
-        return [min(share, r.limit - len(r.tokens) - len(r.steps_in_flight) - 1) for r in rows]
+        most = [min(share, r.max_nodes, r.limit - len(r.tokens) - len(r.steps_in_flight) - 1) for r in rows]
+        if self._widths is None:
+            return most
+        return self._widths.widths([request.acceptance for request in rows], most, num_prompt_tokens)
 
     def _reserve(self, request: Request, num_writes: int, draft: _Draft) -> bool:
         """Make the next `num_writes` positions of a row writable, as far as its limit; false: no pages."""
@@ -289,6 +309,8 @@ class Scheduler:
         self.running.remove(request)
         self._retires.append(Retire(holding.slot, holding.epoch))
         settled = request.prefilled if request.is_prefilling else len(request.tokens) - 1
+        if settled > request.prefill_len:  # of what steps have decoded, what its drafter's own KV has for sure
+            settled = max(request.prefill_len, settled - self._limits.kv_behind)
         self.ledger.cache(holding, request.tokens, settled, self._drafter_of(request))
         self.ledger.release(holding)
 

@@ -58,15 +58,16 @@ class Settler:
     def settle(self, launched: Launched, result: StepResult) -> list[EngineOutput]:
         """Take one step's result; returns the news of each request that is still there."""
         self._scheduler.settled(launched)
+        self._scheduler.learn(launched, result)
         outputs: list[EngineOutput] = []
         chunks = launched.plan.chunks
         for place, (request, chunk) in enumerate(zip(launched.named[: len(chunks)], chunks, strict=True)):
             if request.finish_reason is None and place in result.prompt_logprobs:
                 outputs.extend(self._settle_prompt(request, chunk, result.prompt_logprobs[place]))
-        for row, (request, planned) in enumerate(zip(launched.sampled, launched.plan.sampled, strict=True)):
+        for row, request in enumerate(launched.sampled):
             request.steps_in_flight.popleft()
             if request.finish_reason is None:
-                outputs.append(self._settle_row(request, row, result, planned.num_nodes))
+                outputs.append(self._settle_row(request, row, result))
         return outputs
 
     def end(self, request: Request, reason: FinishReason, error: tuple[str, str] | None = None) -> EngineOutput:
@@ -88,8 +89,9 @@ class Settler:
         request.prompt_logprobs[chunk.start :] = _token_logprobs(found, chunk.num_prompt_logprobs or 0)
         return []
 
-    def _settle_row(self, request: Request, row: int, result: StepResult, drafted: int) -> EngineOutput:
+    def _settle_row(self, request: Request, row: int, result: StepResult) -> EngineOutput:
         accepted, sick = int(result.accept_lens[row]), int(result.non_finite[row])
+        drafted = int(result.num_drafted[row])
         # What comes before the first token of sick logits is as good as ever, and may end the answer.
         run = result.tokens[row, : accepted if sick < 0 else sick].tolist()
         ended = self._cut(request, run, int(result.grammar_ends[row]))

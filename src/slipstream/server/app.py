@@ -31,11 +31,14 @@ def create_app(serving: Serving) -> ASGIApp:
 
     @app.exception_handler(SlipstreamError)
     async def ours(request: Request, error: SlipstreamError) -> Response:
+        note(request.scope, error=error)
         return error_response(error)
 
     @app.exception_handler(HTTPException)
     async def frameworks(request: Request, error: HTTPException) -> Response:
-        response = error_response(from_http(error, request.method, request.url.path))
+        in_our_words = from_http(error, request.method, request.url.path)
+        note(request.scope, error=in_our_words)
+        response = error_response(in_our_words)
         response.headers.update(error.headers or {})
         return response
 

@@ -35,7 +35,7 @@ logger = logging.getLogger("slipstream.server")
 
 
 def note(scope: Scope, **notes: object) -> None:
-    """Tell the log of this request: `response` (id), `answers`, `hung_up`."""
+    """Tell the log of this request: `response` (id), `answers`, `hung_up`, `error`."""
     scope[_NOTES].update(notes)
 
 
@@ -69,6 +69,7 @@ class Surround:
         try:
             await self._app(scope, receive, send_with_id)
         except SlipstreamError as error:
+            note(scope, error=error)
             await error_response(error)(scope, receive, send_with_id)
         except Exception:
             logger.exception("a request failed")
@@ -84,6 +85,7 @@ class Surround:
         self._metrics.http_request(getattr(route, "path", "other"), status)
         notes: dict[str, Any] = scope[_NOTES]
         answers: Answers | None = notes.get("answers")
+        error: SlipstreamError | None = notes.get("error")
         log.event(
             access,
             logging.DEBUG if path in QUIET_PATHS and status == 200 else logging.INFO,
@@ -92,6 +94,8 @@ class Surround:
             seconds=round(seconds, 4),
             id=request_id,
             response=notes.get("response"),
+            error=None if error is None else error.code or error.kind,  # not its message: that quotes what the client sent
+            param=None if error is None else error.param,
             **(answers.log_fields() if answers else {}),
         )
 

@@ -27,7 +27,17 @@ from slipstream.server.shapes import Shape, usage_object
 DONE = b"data: [DONE]\n\n"
 
 logger = logging.getLogger("slipstream.server")
-_encode = msgspec.json.Encoder().encode
+# Events end at \n alone, but many clients cut lines where `str.splitlines` does. JSON spells control characters below U+0020 as
+# escapes; these may be escaped too.
+_LINE_ENDS = {end.encode(): f"\\u{ord(end):04x}".encode() for end in ("\x85", "\u2028", "\u2029")}
+_to_json = msgspec.json.Encoder().encode
+
+
+def _encode(event: object) -> bytes:
+    data = _to_json(event)
+    for end, escaped in _LINE_ENDS.items():
+        data = data.replace(end, escaped)
+    return data
 
 
 class EventStream(Response):

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from slipstream.attention.kv import KVCache
+from slipstream.attention.kv import KVCache, LayerKV
 from slipstream.relay import DraftInput, RelayPayload, RelaySpec
 from slipstream.sampling.state import RowSampling
 
@@ -25,7 +25,8 @@ class ChunkTokens:
         slots: [C] int64. starts: [C] int64, position of each chunk's first token. lens: tokens a chunk (host).
         tokens: [T_c] int64, flat. next_tokens: [T_c] int64: the token after each (the sampled one behind a last chunk).
         is_last: per chunk (host): it sampled, and its row is one of the verdict's.
-        page_tables: [C, max_pages] int64. draft_from: [C] int64. max_lens: position of each chunk's last token (host).
+        ends: position behind each chunk's last token (host).
+        page_tables: [C, max_pages] int64. draft_from: [C] int64, as in `StepContext`.
     """
 
     slots: Tensor
@@ -34,9 +35,9 @@ class ChunkTokens:
     tokens: Tensor
     next_tokens: Tensor
     is_last: tuple[bool, ...]
+    ends: tuple[int, ...]
     page_tables: Tensor
     draft_from: Tensor
-    max_lens: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,7 @@ class StepContext:
         page_tables: [R, max_pages] int64.
         history: [num_slots, context + 2] int64; row `slots[i]` is valid up to position lengths[i] (the root included).
         sampling: the rows' sampling parameters; scores and noise come from sampling/sampler.py.
-        kv: the target's KV cache (a drafter owns its own beside it, over the same pages).
+        kv: the target's KV cache (a drafter may have its own beside it, `Drafter.kv`, over the same pages).
         draft_from: [R] int64, first position from which the drafter's own KV is whole.
         chunks: prompt chunks of this step; None in `propose`.
     """
@@ -123,6 +124,9 @@ class Drafter(Protocol):
     relay: RelaySpec
     taps: tuple[int, ...]  # target layers whose states observe needs
     shifted_kv: bool  # its KV at position t depends on token t + 1 (EAGLE)
+    kv_layers: tuple[LayerKV, ...]  # what its own KV stores for a token, in the target's pages; () where it has none
+    kv: KVCache | None  # that KV: the engine makes it before the first step, and copies pages in it with the target's
+    kv_behind: int  # most positions before the committed length that its own KV may lack between two steps
 
     def propose(self, ctx: StepContext, payload: RelayPayload, width: int) -> Draft:
         """Draft at most `width` nodes (it may be 0) a row from the roots `payload.bonus_tokens`."""

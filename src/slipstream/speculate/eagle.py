@@ -10,8 +10,8 @@ The head's step at position t takes the target's states there and token t + 1, a
     draft                             (s, a)    (s', b)           by `propose`, with its own states; KV rewritten by `observe`
 
 `observe` runs the head over every token whose KV the target computed and keeps: prompt chunks and accepted runs. `propose` begins
-with what was relayed, and runs the head once a level: --speculate eagle:model=HEAD,topk=1,steps=3 drafts chains, topk=4 trees that
-follow the best paths. The formats are read by heads/checkpoint.py.
+with what was relayed, and runs the head once a level: topk=1,steps=3 drafts chains, topk=4 trees that follow the best paths. The
+formats are read by heads/checkpoint.py.
 
 Candidates are ordered by log-softmax of what the target's own sampler makes of the head's logits, noise included. So at any
 temperature the first one is what the target will say if the head's logits are right, and scores can be added along a path.
@@ -25,8 +25,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from slipstream.attention.base import AttentionBackend, BatchLayout
-from slipstream.attention.kv import KVCache
+from slipstream.attention.base import AttentionStep, BatchLayout
+from slipstream.attention.kv import KVCache, LayerKV
 from slipstream.attention.layout import build_layout
 from slipstream.errors import ConfigError, InvariantBroken
 from slipstream.layers.decoder import Decoder
@@ -37,8 +37,9 @@ from slipstream.speculate.base import Draft, StepContext, Verdict
 from slipstream.speculate.heads.checkpoint import AUX_MEANINGS, load_head
 from slipstream.speculate.heads.layers import DraftHead
 from slipstream.speculate.heads.tree import DraftTree
-from slipstream.speculate.registry import Target
+from slipstream.speculate.registry import Target, integer_option, known_options
 
+MOST = 256  # of topk, steps and draft_tokens: far beyond what pays
 OPTIONS = ("model", "topk", "steps", "draft_tokens", "aux_layers")
 
 
@@ -54,6 +55,7 @@ class Eagle:
     """
 
     shifted_kv = True
+    kv_behind = 0
 
     def __init__(self, head: DraftHead, target: Target, topk: int, steps: int, draft_tokens: int) -> None:
         self.depth = min(steps, draft_tokens)
@@ -67,10 +69,11 @@ class Eagle:
             }
         )
         self.taps = head.taps
-        self.kv: KVCache | None = KVCache((head.kv_layer,), target.num_pages, target.page_size, target.device)
-        self._kv = self.kv
+        self.kv_layers: tuple[LayerKV, ...] = (head.kv_layer,)
+        self.kv: KVCache | None = None
         self._head = head
-        self._attention: AttentionBackend = target.attention
+        self._attention = target.attention
+        self._page_size = target.page_size
         self._topk = topk
         self._vocab_size = target.model.vocab_size
 
@@ -84,9 +87,7 @@ class Eagle:
         tree = DraftTree(payload.topk_index, payload.topk_p, payload.hidden_states)
         for level in range(1, min(self.depth, width)):
             layout = self._draft_layout(ctx, tree, level)
-            states = self._head.forward(
-                tree.beam_tokens.flatten(), tree.beam_states.flatten(0, 1), self._attention.begin(layout, self._kv)
-            )
+            states = self._head.forward(tree.beam_tokens.flatten(), tree.beam_states.flatten(0, 1), self._begin(layout))
             rows = tuple(row for row in range(len(root)) for _ in range(k))
             row = torch.arange(len(root), device=root.device).repeat_interleave(k)
             nodes = Nodes(
@@ -108,9 +109,9 @@ class Eagle:
         """Run the head over what the target computed and keeps; relay the first level of each row that sampled."""
         if taps is None:
             raise InvariantBroken(f"observe must get the states of layers {self.taps}, but got None")
-        seen = _Observed.of(ctx, verdict, self.depth, self._kv.page_size)
+        seen = _Observed.of(ctx, verdict, self.depth, self._page_size)
         states = self._head.states(taps.index_select(0, seen.taps))
-        states = self._head.forward(seen.next_tokens, states, self._attention.begin(seen.layout, self._kv))
+        states = self._head.forward(seen.next_tokens, states, self._begin(seen.layout))
         if not len(ctx.slots):
             return None
         states = states.index_select(0, seen.last)
@@ -129,6 +130,11 @@ class Eagle:
         scores, tokens = self._candidates(states, ctx, nodes)
         return DraftInput(topk_p=scores, topk_index=tokens, hidden_states=states)
 
+    def _begin(self, layout: BatchLayout) -> AttentionStep:
+        if self.kv is None:
+            raise InvariantBroken("a drafter with KV of its own must be given it before the first step")
+        return self._attention.begin(layout, self.kv)
+
     def _candidates(self, states: Tensor, ctx: StepContext, nodes: Nodes) -> tuple[Tensor, Tensor]:
         """Of N nodes the log probabilities [N, k] float32 and the target's ids [N, k] of the k best tokens, best first."""
         logits, ids = self._head.logits(states), self._head.target_ids
@@ -145,7 +151,7 @@ class Eagle:
         planned = torch.tensor([self.max_writes if count else 0 for count in ctx.num_nodes], device=ctx.slots.device)
         return build_layout(
             page_tables=ctx.page_tables,
-            page_size=self._kv.page_size,
+            page_size=self._page_size,
             base_lens=ctx.lengths + num_earlier if k == 1 else ctx.lengths,
             limits=torch.minimum(ctx.limits, ctx.lengths + planned),
             query_lens=(k,) * num_rows,
@@ -201,7 +207,7 @@ class _Observed:
             stop = torch.cat((chunks.starts + put(list(chunk_lens)), stop))
             base, tables = torch.cat((chunks.starts, base)), torch.cat((chunks.page_tables, tables))
             first = torch.cat((chunks.draft_from, first))
-            max_lens = [length + 1 for length in chunks.max_lens] + max_lens
+            max_lens = [*chunks.ends, *max_lens]
             is_last = zip(ends, chunks.is_last, strict=True)
             last = torch.cat((put([end - 1 for end, sampled in is_last if sampled]), last))
         layout = build_layout(
@@ -225,13 +231,12 @@ def build(options: Mapping[str, str], target: Target) -> Eagle:
         options: `model` is a folder or a hub id; see `Eagle` and `load_head` for the others.
         target: must be one of our own decoders.
     """
-    unknown = sorted(options.keys() - set(OPTIONS))
-    if unknown:
-        raise ConfigError(f"--speculate eagle must have no options but {', '.join(OPTIONS)}, but got {', '.join(unknown)}")
+    known_options("eagle", options, *OPTIONS)
     if not options.get("model"):
         raise ConfigError("--speculate eagle must name its head, but has no model", hint="eagle:model=FOLDER_OR_HUB_ID")
-    topk, steps = _number(options, "topk", 1), _number(options, "steps", 3)
-    draft_tokens = _number(options, "draft_tokens", steps if topk == 1 else min(2 * steps, _most_nodes(topk, steps)))
+    topk, steps = integer_option("eagle", options, "topk", 1, MOST), integer_option("eagle", options, "steps", 3, MOST)
+    usual = steps if topk == 1 else min(2 * steps, _most_nodes(topk, steps))
+    draft_tokens = integer_option("eagle", options, "draft_tokens", usual, MOST)
     if topk == 1 and draft_tokens != steps:
         raise ConfigError(
             f"--speculate eagle's draft_tokens must equal steps where topk is 1, but got {draft_tokens} and {steps}",
@@ -258,12 +263,3 @@ def build(options: Mapping[str, str], target: Target) -> Eagle:
 
 def _most_nodes(topk: int, steps: int) -> int:
     return topk + (steps - 1) * topk * topk
-
-
-def _number(options: Mapping[str, str], name: str, default: int) -> int:
-    given = options.get(name)
-    if given is None:
-        return default
-    if not given.isdecimal() or int(given) < 1:
-        raise ConfigError(f"--speculate eagle's {name} must be a whole number of at least 1, but got {given!r}")
-    return int(given)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from slipstream.attention.kv import KVCache, LayerKV
 from slipstream.errors import ConfigError
 from slipstream.relay import DraftInput, RelayPayload, RelaySpec
 from slipstream.speculate.base import Draft, StepContext, Verdict
@@ -21,6 +22,9 @@ class Off:
     relay = RelaySpec()
     taps: tuple[int, ...] = ()
     shifted_kv = False
+    kv_layers: tuple[LayerKV, ...] = ()
+    kv: KVCache | None = None
+    kv_behind = 0
 
     def propose(self, ctx: StepContext, payload: RelayPayload, width: int) -> Draft:
         """An empty draft."""

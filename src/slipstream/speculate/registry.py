@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -14,30 +15,40 @@ from slipstream.attention.reference import ReferenceBackend
 from slipstream.errors import ConfigError
 from slipstream.models.base import CausalLM
 from slipstream.speculate.base import Drafter
+from slipstream.text.tokenizer import Tokenizer
 
-_NOT_DRAFTERS = frozenset({"base", "registry", "verify"})
+_NOT_DRAFTERS = frozenset({"base", "registry", "verify", "width"})
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a drafter is built against: the target model and the pages its own KV would share.
+    """What a drafter is built against.
 
     Attributes:
-        num_pages: the reserved ones included.
-        device, attention: where the target is and what it attends with; a drafter's own layers do the same.
+        model: the target.
+        page_size: tokens a page holds; a drafter's own KV lies in the target's pages.
+        device: where the target is, and the drafter will be.
+        attention: runs a drafter's own forward passes.
+        tokenizer: the target's; None: not known.
     """
 
     model: CausalLM
-    num_pages: int
     page_size: int
-    device: torch.device = torch.device("cpu")
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     attention: AttentionBackend = field(default_factory=ReferenceBackend)
+    tokenizer: Tokenizer | None = None
+
+    @property
+    def num_known_ids(self) -> int:
+        """Ids that stand for a token; rows of the head behind them are padding. All rows where the tokenizer is not known."""
+        head = self.model.vocab_size
+        return head if self.tokenizer is None else min(head, self.tokenizer.vocab_size)
 
 
 def drafter_names() -> tuple[str, ...]:
     """Values --speculate takes before the colon."""
     modules = pkgutil.iter_modules(slipstream.speculate.__path__)
-    return tuple(sorted(m.name for m in modules if not m.ispkg and m.name not in _NOT_DRAFTERS))
+    return tuple(sorted(m.name for m in modules if m.name not in _NOT_DRAFTERS))
 
 
 def parse_spec(spec: str) -> tuple[str, dict[str, str]]:
@@ -59,3 +70,19 @@ def build_drafter(spec: str, target: Target) -> tuple[str, Drafter]:
         raise ConfigError(f"--speculate must name one of {', '.join(drafter_names())}, but got {name!r}")
     drafter: Drafter = importlib.import_module(f"slipstream.speculate.{name}").build(options, target)
     return name, drafter
+
+
+def known_options(drafter: str, options: Mapping[str, str], *names: str) -> None:
+    """Raise `ConfigError` for an option that the drafter does not have."""
+    for name in options:
+        if name not in names:
+            raise ConfigError(f"--speculate {drafter} must have options of {', '.join(names)}, but got {name!r}")
+
+
+def integer_option(drafter: str, options: Mapping[str, str], name: str, default: int, most: int) -> int:
+    """An option that is an integer from 1 to `most`. Raises `ConfigError`."""
+    text = options.get(name, str(default))
+    value = int(text) if text.isascii() and text.isdigit() and len(text) < 10 else 0
+    if not 1 <= value <= most:
+        raise ConfigError(f"{name} of --speculate {drafter} must be an integer from 1 to {most}, but got {text!r}")
+    return value

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from slipstream.attention.base import AttentionBackend
+from slipstream.attention.kv import KVCache, LayerKV
 from slipstream.attention.layout import build_layout
 from slipstream.attention.reference import ReferenceBackend
 from slipstream.relay import DraftInput, RelayPayload, RelaySpec
@@ -88,6 +89,9 @@ class SelfDrafter:
     relay = RelaySpec()
     taps: tuple[int, ...] = ()
     shifted_kv = False
+    kv_layers: tuple[LayerKV, ...] = ()
+    kv: KVCache | None = None
+    kv_behind = 0
 
     def __init__(
         self, target: Target, depth: int, siblings: int, attention: AttentionBackend | None, percent: int = 0, seed: int = 0
@@ -178,6 +182,9 @@ class RandDrafter:
     relay = RelaySpec()
     taps: tuple[int, ...] = ()
     shifted_kv = False
+    kv_layers: tuple[LayerKV, ...] = ()
+    kv: KVCache | None = None
+    kv_behind = 0
 
     def __init__(self, num_ids: int, num_nodes: int, shapes: Tensor | None, seed: int) -> None:
         self.depth = self.num_nodes = num_nodes

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from slipstream.attention.kv import KVCache, LayerKV
 from slipstream.observe.guard import declared
 from slipstream.relay import DraftInput, FieldSpec, RelayPayload, RelaySpec
 from slipstream.speculate.base import Draft, Drafter, StepContext, Verdict
@@ -39,6 +40,9 @@ class RelayingDrafter:
     """
 
     shifted_kv = False
+    kv_layers: tuple[LayerKV, ...] = ()
+    kv: KVCache | None = None
+    kv_behind = 0
 
     def __init__(self, target: Target, inner: Drafter, k: int, probs_steps: int = 0) -> None:
         self._inner = inner

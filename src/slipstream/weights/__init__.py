@@ -21,8 +21,8 @@ def load(
     max_context: int | None = None,
     on_progress: Callable[[str, float], None] | None = None,
 ) -> LoadedModel:
-    """See `slipstream.weights.load.load`."""
-    from slipstream.weights.load import load as implementation
+    """See `slipstream.weights.loading.load`."""
+    from slipstream.weights.loading import load as implementation
 
     return implementation(source, dtype=dtype, device=device, max_context=max_context, on_progress=on_progress)
 

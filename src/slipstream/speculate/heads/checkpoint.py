@@ -113,7 +113,7 @@ def _taps(raw: Mapping[str, Any], target: Decoder, aux_layers: str | None, name:
         raise ModelError(f"{name}: {AUX_KEY} must list three layers, but got {shown(listed)}")
     if aux_layers is None:
         raise ModelError(
-            f"{name}: {AUX_KEY} = {listed} must be said to mean the input or the output of these layers, but aux_layers is missing",
+            f"{name}: aux_layers must say whether {AUX_KEY} = {listed} are inputs or outputs of layers, but it is missing",
             hint="aux_layers=output for heads made with SGLang or SpecForge, aux_layers=input for those made for vLLM",
         )
     taps = tuple(one + (aux_layers == "output") for one in listed)
@@ -251,7 +251,7 @@ class _Builder:
         ids = take("d2t", (size,), torch.int64) + torch.arange(size, device=self.parameters.device)
         if not bool(((ids >= 0) & (ids < vocab_size)).all()):
             raise ModelError(f"{self.parameters.name}: d2t must lead to ids from 0 to {vocab_size - 1}, but some are outside")
-        if ids.unique().numel() != size:
+        if torch.zeros(vocab_size, device=ids.device).index_fill_(0, ids, 1.0).sum() != size:
             raise ModelError(f"{self.parameters.name}: d2t must give every draft token its own id, but some share one")
         if "t2d" in self.parameters:
             kept = take("t2d", (vocab_size,), torch.bool)

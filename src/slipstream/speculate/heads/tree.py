@@ -84,7 +84,7 @@ class DraftTree:
         counts = torch.full_like(chosen[:, 0], chosen.shape[1])
         if self._width == 1:
             return Draft(chosen, counts)
-        node = torch.empty_like(order).scatter_(1, order, torch.arange(1, order.shape[1] + 1, device=order.device).expand_as(order))
+        node = order.argsort(1) + 1
         above = parents.gather(1, picked)
         return Draft(chosen, counts, torch.where(above < 0, 0, node.gather(1, above.clamp(min=0))))
 
