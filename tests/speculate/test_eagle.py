@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 import slipstream.testing.toy_grammar  # noqa: F401 - makes the kind "digits" known
-from slipstream.engine.loop import Engine
 from slipstream.observe.guard import declared
 from slipstream.relay import DraftInput, RelayPayload
 from slipstream.speculate.base import Draft, StepContext, Verdict
@@ -235,20 +234,20 @@ class Oracle:
             state = self.head.run(self.target, torch.tensor(following), states)[-1]
         return state
 
-    def tree(self, length: int, topk: int, steps: int, num_nodes: int) -> set[tuple[int, ...]]:
-        """Paths of the nodes that ought to be drafted."""
-        found: list[tuple[float, tuple[int, ...]]] = []
+    def tree(self, length: int, topk: int, steps: int) -> dict[tuple[int, ...], float]:
+        """Paths and log probabilities of the nodes that are looked at."""
+        found: dict[tuple[int, ...], float] = {}
         beam: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
         for _ in range(steps):
             level = []
             for score, path in beam:
                 level += [(score + p, (*path, token)) for token, p in self.best(self.after(length, list(path)), topk)]
-            found += level
+            found |= {path: score for score, path in level}
             beam = sorted(level, reverse=True)[:topk]
-        return {path for _, path in sorted(found, reverse=True)[:num_nodes]}
+        return found
 
 
-def check_records(records: list[Record], oracles: list[Oracle], num_trees: int, shape: tuple[int, int, int]) -> tuple[int, int]:
+def check_records(records: list[Record], oracles: list[Oracle], num_trees: int, shape: tuple[int, int]) -> tuple[int, int]:
     """Compare with the oracle whose text begins with a record's tokens; returns how many relayed and drafted records there were."""
     relayed = drafted = 0
     for record in records:
@@ -270,8 +269,12 @@ def check_records(records: list[Record], oracles: list[Oracle], num_trees: int, 
             paths: list[tuple[int, ...]] = [()]
             for token, parent in zip(*record.drafted, strict=True):
                 paths.append((*paths[parent], token))
-            topk, steps, num_nodes = shape
-            assert set(paths[1:]) == oracle.tree(length, topk, steps, min(num_nodes, len(paths) - 1)), length
+            if shape[0] > 1 and length + shape[0] * (shape[1] - 1) > len(oracle.text):
+                continue  # at a row's limit a tree has no room for the KV of its last levels
+            # The best ones, best first: compared by their scores, as ties may go either way.
+            wanted_scores = oracle.tree(length, *shape)
+            scores = [wanted_scores.get(path, math.nan) for path in paths[1:]]
+            assert scores == pytest.approx(sorted(wanted_scores.values(), reverse=True)[: len(scores)], abs=1e-3), (length, paths)
     return relayed, drafted
 
 
@@ -291,10 +294,10 @@ def greedy_texts(family: str) -> list[list[int]]:
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 @pytest.mark.parametrize("name", HEADS)
-@pytest.mark.parametrize("shape, numbers", [(CHAIN, (1, 3, 3)), (TREE, (4, 4, 8))], ids=["chain", "tree"])
+@pytest.mark.parametrize("shape, numbers", [(CHAIN, (1, 3)), (TREE, (4, 4))], ids=["chain", "tree"])
 @pytest.mark.parametrize("page_size, chunk", [(1, 2048), (4, 16)])
 def test_numbers_against_plain_torch(
-    family: str, name: str, shape: str, numbers: tuple[int, int, int], page_size: int, chunk: int
+    family: str, name: str, shape: str, numbers: tuple[int, int], page_size: int, chunk: int
 ) -> None:
     """What is relayed and drafted after chunked prompts, cached prefixes and accepted runs."""
     head = head_of(family, name)
@@ -339,7 +342,7 @@ def test_draft_kv_comes_back_from_host_memory() -> None:
     engine.close()
     texts = [list(job.prompt) + answers[f"1-{number}"].token_ids for number, job in enumerate(jobs)]
     assert [answers[f"1-{number}"].num_cached_tokens for number in range(2)] == [63, 63]
-    relayed, drafted = check_records(made[0].records, [Oracle(head, "llama", text) for text in texts], 4, (1, 3, 3))
+    relayed, drafted = check_records(made[0].records, [Oracle(head, "llama", text) for text in texts], 4, (1, 3))
     assert relayed > 4 and drafted > 4
 
 
@@ -347,9 +350,9 @@ def test_a_draft_begins_where_its_kv_does() -> None:
     """Behind `draft_from` the head's keys may be anything: drafts come out as if the text began there."""
     head = head_of("llama", "reduced")
     made: list[Watched] = []
-    engine = make_engine(tiny_model("llama"), page_size=4, drafters={"eagle": watched(head, CHAIN, made)})
+    engine = make_engine(tiny_model("llama"), page_size=4, chunk=13, drafters={"eagle": watched(head, CHAIN, made)})
     job = Job(STEM[:30], params(6))
-    plans = _with_draft_from(engine, 13, made)
+    contexts = _with_draft_from(13, made)
     engine.add(job.request("one"))
     answers: dict[str, Answer] = {}
     drain(engine, answers)
@@ -361,16 +364,14 @@ def test_a_draft_begins_where_its_kv_does() -> None:
     # rope is relative: a head that starts at 13 makes the same states as one that starts at 0 and sees nothing before
     wanted = head.run(target, torch.tensor(text[14:]), states[13:-1])
     found = [record for record in made[0].records if record.state is not None and len(record.tokens) < len(text)]
-    assert plans and len(found) > 2
+    assert contexts and len(found) > 2
     for record in found:
         assert record.state is not None
         assert torch.allclose(record.state, wanted[len(record.tokens) - 2 - 13], atol=1e-3, rtol=0)
 
 
-def _with_draft_from(engine: Engine, start: int, made: list[Watched]) -> list[int]:
-    """Every context says that draft KV begins at `start`, and what lies before it is poison."""
-    from dataclasses import replace
-
+def _with_draft_from(start: int, made: list[Watched]) -> list[int]:
+    """Every context says that draft KV begins at `start`; the first chunk ends there."""
     inner, seen = made[0].inner, []
     propose, observe = inner.propose, inner.observe
 
@@ -378,8 +379,8 @@ def _with_draft_from(engine: Engine, start: int, made: list[Watched]) -> list[in
         seen.append(1)
         chunks = ctx.chunks
         if chunks is not None:
-            chunks = replace(chunks, draft_from=torch.full_like(chunks.draft_from, start))
-        return replace(ctx, draft_from=torch.full_like(ctx.draft_from, start), chunks=chunks)
+            chunks = replace(chunks, draft_from=chunks.starts.clamp(max=start))
+        return replace(ctx, draft_from=ctx.lengths.clamp(max=start), chunks=chunks)
 
     inner.propose = lambda ctx, payload, width: propose(moved(ctx), payload, width)  # type: ignore[method-assign]
     inner.observe = lambda ctx, verdict, taps: observe(moved(ctx), verdict, taps)  # type: ignore[method-assign]
