@@ -18,8 +18,8 @@ def ledger(
     return Ledger(num_slots, num_pages, PAGE, 2, order, caching, num_host_pages)  # type: ignore[arg-type]
 
 
-def admit(books: Ledger, num_tokens: int, match: Match = NO_MATCH, salt: str = "") -> Holding:
-    return books.admit(match, num_tokens, salt)
+def admit(books: Ledger, num_tokens: int, match: Match = NO_MATCH, salt: str = "", drafter: str = "d") -> Holding:
+    return books.admit(match, num_tokens, salt, drafter)
 
 
 def look(books: Ledger, tokens: Sequence[int], salt: str = "", **how: object) -> Match:
@@ -28,7 +28,7 @@ def look(books: Ledger, tokens: Sequence[int], salt: str = "", **how: object) ->
 
 def finish(books: Ledger, holding: Holding, tokens: Sequence[int], salt: str = "") -> None:
     """A request that ran over `tokens` and ended."""
-    books.cache(holding, tokens, len(tokens), "d")
+    books.cache(holding, tokens, len(tokens))
     books.release(holding)
 
 
@@ -169,8 +169,8 @@ def test_two_that_compute_the_same_prefix_end_with_one_copy() -> None:
     first, second = admit(books, 9), admit(books, 9)
     for holding in (first, second):
         books.launch(holding)
-    assert books.cache(first, range(9), 9, "d") == []
-    assert books.cache(second, range(9), 9, "d") == [(0, 2), (1, 3)]
+    assert books.cache(first, range(9), 9) == []
+    assert books.cache(second, range(9), 9) == [(0, 2), (1, 3)]
     assert second.table.pages[:2] == first.table.pages[:2]
     assert books.num_free_pages == 2, "the second copy is still written by a step in flight"
     books.settle(second)
@@ -192,7 +192,7 @@ def test_a_sibling_copies_the_page_that_is_still_being_written() -> None:
     books = ledger()
     first = admit(books, 6)
     books.launch(first)
-    books.cache(first, range(6), 6, "d")
+    books.cache(first, range(6), 6)
     found = look(books, range(6), sibling=first)
     assert (ids(found), found.copied, found.computed_len) == ([2], 3, 5)
     assert look(books, range(6)).computed_len == 4
@@ -210,10 +210,35 @@ def test_pages_of_another_drafter_count_for_the_target_alone() -> None:
     finish(books, admit(books, 8), range(8))
     found = books.match("", range(13), "other", shifted_kv=False)
     assert (found.computed_len, found.draft_from) == (8, 8)
-    holding = admit(books, 13, found)
-    books.cache(holding, range(13), 12, "other")
+    holding = admit(books, 13, found, drafter="other")
+    books.cache(holding, range(13), 12)
     assert books.match("", range(13), "d", shifted_kv=False).draft_from == 12
     assert books.match("", range(9), "d", shifted_kv=False).draft_from == 0
+
+
+def test_a_copy_of_another_drafters_page_is_nobodys() -> None:
+    """Its own drafter goes on in the middle of the page; once the original is evicted, the copy must not pass for its own."""
+    books = ledger(num_pages=4)
+    finish(books, admit(books, 8), range(8))
+    found = books.match("", range(8), "other", shifted_kv=False)
+    assert (ids(found), found.copied, found.computed_len, found.draft_from) == ([2], 3, 7, 7)
+    holding = admit(books, 8, found, drafter="other")
+    books.launch(holding)
+    books.settle(holding)
+    other = admit(books, 4)  # evicts the original
+    books.cache(holding, range(8), 8)
+    books.release(other)
+    books.release(holding)
+    assert ids(books.match("", range(9), "other", shifted_kv=False)) == holding.table.pages
+    assert books.match("", range(9), "other", shifted_kv=False).draft_from == 8
+
+
+def test_a_siblings_page_of_another_drafter_counts_for_the_target_alone() -> None:
+    books = ledger()
+    first = admit(books, 7)
+    books.cache(first, range(7), 7)
+    found = books.match("", range(7), "other", shifted_kv=False, sibling=first)
+    assert (found.computed_len, found.draft_from) == (6, 6)
 
 
 def test_a_reset_forgets_everything_and_takes_nothing_from_who_runs() -> None:
@@ -296,7 +321,7 @@ def test_what_is_computed_again_although_the_host_has_it_is_shared_from_then_on(
     finish(books, admit(books, 4), range(4))
     finish(books, admit(books, 16), [9] * 16)
     holding = admit(books, 4)  # without a match, as for prompt logprobs
-    assert books.cache(holding, range(4), 4, "d") == []
+    assert books.cache(holding, range(4), 4) == []
     assert ids(look(books, range(5))) == holding.table.pages
     books.release(holding)
     books.check_balanced()

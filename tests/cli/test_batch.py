@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -263,7 +264,8 @@ def test_ctrl_c_keeps_what_is_done(tmp_path: Path) -> None:
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     write(source, *(chat(f"r{i}", "[delay=0.02]say(some words)") for i in range(200)))
     command = ["run", "fake", "--batch", str(source), "--out", str(out), "--max-num-seqs", "2"]
-    process = subprocess.Popen([sys.executable, "-c", RUN, *command], stderr=subprocess.PIPE, text=True)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    process = subprocess.Popen([sys.executable, "-c", RUN, *command], env=environment, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + DEADLINE_S
     while (not out.exists() or out.read_bytes().count(b"\n") < 3) and time.monotonic() < deadline:
         time.sleep(0.02)

@@ -321,7 +321,7 @@ def test_draft_nodes_give_way_before_anybody_pauses() -> None:
     sched = under_pressure(num_pages=3, page_size=4, depth=3, num_nodes=3)
     sched.enqueue(request("a", 5, max_tokens=9))
     settle(sched, next_plan(sched)[0])
-    sched.ledger.admit(NO_MATCH, 1)  # somebody else has the third page
+    sched.ledger.admit(NO_MATCH, 1, "", "")  # somebody else has the third page
     _, plan = next_plan(sched)
     assert [row.num_nodes for row in plan.rows] == [0] and sched.num_paused == 0
 

@@ -36,13 +36,13 @@ def check_cached(ledger: Ledger, answered: Sequence[tuple[str, Sequence[int], Se
         must(known, f"cached work must be the beginning of an answer, but {tokens} is of none")
         if runner is None:
             continue
-        drafter = runner._drafting._drafters[path[-1].drafter]
+        drafter = runner._drafting._drafters.get(path[-1].drafter)
         start = len(tokens) - size
         for kv, host_kv in runner._pages._caches:
             whose = "the target's" if kv is runner.kv else "the draft model's"
-            end = len(tokens) if kv is runner.kv else min(len(tokens), _context_of(drafter))
-            if kv is not runner.kv and kv is not drafter.kv:
+            if kv is not runner.kv and (drafter is None or kv is not drafter.kv):  # nobody's, or another drafter's
                 continue
+            end = len(tokens) if kv is runner.kv else min(len(tokens), _context_of(drafter))
             for cache, page in ((kv, path[-1].page), (host_kv, path[-1].host_page)):
                 if page == NOWHERE:
                     continue
@@ -53,6 +53,6 @@ def check_cached(ledger: Ledger, answered: Sequence[tuple[str, Sequence[int], Se
                 must(positions == list(range(start, start + len(keys))), f"{whose} page {page} is out of place")
 
 
-def _context_of(drafter: Drafter) -> int:
+def _context_of(drafter: Drafter | None) -> int:
     """Positions from which on its own KV holds nothing."""
     return drafter._model.context_len if isinstance(drafter, DraftModel) else 0

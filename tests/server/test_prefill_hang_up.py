@@ -27,8 +27,8 @@ def long_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(params=["cached", "uncached"])
 def patient(request: pytest.FixtureRequest, long_folder: Path) -> Iterator[LiveServer]:
     """A server that computes prompts in chunks of 64, with the prefix cache and without."""
-    caching = "on" if request.param == "cached" else "off"
-    with serve_real(long_folder, "--max-num-batched-tokens", 64, "--num-pages", 512, "--enable-prefix-caching", caching) as live:
+    caching = "--enable-prefix-caching" if request.param == "cached" else "--no-enable-prefix-caching"
+    with serve_real(long_folder, "--max-num-batched-tokens", 64, "--num-pages", 512, caching) as live:
         yield live
 
 

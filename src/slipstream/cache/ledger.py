@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 
 from slipstream.cache.pages import PageTable, pages_for
 from slipstream.cache.pool import FreeList, ReuseOrder
-from slipstream.cache.prefix import NOWHERE, Node, PrefixTree
+from slipstream.cache.prefix import NOBODY, NOWHERE, Node, PrefixTree
 from slipstream.errors import InvariantBroken
 
 
@@ -75,6 +75,8 @@ class Holding:
     Attributes:
         slot, epoch: its row; the epoch counts the slot's owners.
         salt: of the prefixes it may share.
+        drafter: who keeps draft KV in its pages.
+        draft_from: position from which on that KV is whole.
         table: its pages.
         nodes: the prefix cache's view of the first pages of the table.
         num_launched, num_settled: steps that name the slot.
@@ -86,6 +88,8 @@ class Holding:
     slot: int
     epoch: int
     salt: str
+    drafter: str
+    draft_from: int
     table: PageTable
     nodes: list[Node]
     num_launched: int = 0
@@ -188,6 +192,8 @@ class Ledger:
             copied = copied if copied.page == NOWHERE else copied.page
         elif sibling is not None and computed < most and most // size == len(nodes):
             copied, computed = sibling.table.pages[len(nodes)], most
+            if sibling.drafter != drafter:
+                foreign.append(len(nodes))
         if computed == len(nodes) * size:
             copied = None
         draft_from = min((foreign[-1] + 1) * size, computed) if foreign else 0
@@ -200,14 +206,14 @@ class Ledger:
         pinned = sum(self._holders[page] == 0 for page in wanted)
         return self.num_available_pages - pinned - (pages_for(num_tokens, self.page_size) - len(shared))
 
-    def admit(self, match: Match, num_tokens: int, salt: str = "") -> Holding:
+    def admit(self, match: Match, num_tokens: int, salt: str, drafter: str) -> Holding:
         """Give a slot, the matched pages and pages for the rest of `num_tokens` tokens. Call `room_for` first.
 
         What must be copied for it is among the next `take_moves`.
         """
         slot = self._slots.take()
         self._epochs[slot] += 1
-        holding = Holding(slot, self._epochs[slot], salt, PageTable(self.page_size), list(match.nodes))
+        holding = Holding(slot, self._epochs[slot], salt, drafter, match.draft_from, PageTable(self.page_size), list(match.nodes))
         self._held[slot] = holding
         pages = holding.table.pages
         for node in match.nodes:  # before any page is taken: none of these may be evicted for another
@@ -260,7 +266,7 @@ class Ledger:
             raise InvariantBroken(f"a step must not name slot {holding.slot} after its release")
         holding.num_launched += 1
 
-    def cache(self, holding: Holding, tokens: Sequence[int], num_tokens: int, drafter: str) -> list[tuple[int, int]]:
+    def cache(self, holding: Holding, tokens: Sequence[int], num_tokens: int) -> list[tuple[int, int]]:
         """Offer the full pages among the first `num_tokens` tokens, all of them launched, to the prefix cache.
 
         Where another request has cached the same prefix meanwhile its page is taken instead, so that one copy is left. Returns
@@ -273,9 +279,10 @@ class Ledger:
             place = len(holding.nodes)
             parent = holding.nodes[-1] if holding.nodes else self._tree.root(holding.salt)
             own, node = holding.table.pages[place], parent.children.get(key)
+            drafter = holding.drafter if place * self.page_size >= holding.draft_from else NOBODY
             if node is None:
                 node = self._tree.add(parent, key, own, drafter)
-            elif node.drafter != drafter:
+            elif drafter not in (node.drafter, NOBODY):
                 break  # its draft KV is another drafter's: both copies stay
             elif node.page == NOWHERE:  # computed again, though the host has it
                 self._tree.place(node, own)

@@ -25,6 +25,7 @@ from slipstream.errors import InvariantBroken
 
 PageTokens = tuple[int, ...]
 NOWHERE = -1
+NOBODY = ""
 
 
 @dataclass(slots=True, eq=False)
@@ -35,7 +36,7 @@ class Node:
         page: its number; NOWHERE at a root, and where only the host has it.
         tokens: what it holds, page_size tokens.
         parent: the page before it; None at a root.
-        drafter: whose draft KV the page holds as well.
+        drafter: whose draft KV the page holds as well; NOBODY: nobody's.
         children: pages that come behind it, by their tokens.
         host_page: the copy in host memory; NOWHERE: none.
     """
@@ -72,7 +73,7 @@ class PrefixTree:
 
     def root(self, salt: str) -> Node:
         """The empty prefix of a salt; requests of different salts share nothing."""
-        return self._roots.setdefault(salt, Node(NOWHERE, (), None, ""))
+        return self._roots.setdefault(salt, Node(NOWHERE, (), None, NOBODY))
 
     def match(self, salt: str, tokens: Sequence[int]) -> list[Node]:
         """The longest cached path that spells the beginning of `tokens`."""

@@ -248,7 +248,7 @@ class Scheduler:
     def _admit(self, request: Request, match: Match, draft: _Draft) -> None:
         self.waiting.remove(request)
         self._policy.note_admitted(request, self.waiting)
-        holding = self.ledger.admit(match, len(request.tokens), request.request.cache_salt)
+        holding = self.ledger.admit(match, len(request.tokens), request.request.cache_salt, self._drafter_of(request))
         request.admitted(holding, match.computed_len, time.monotonic())
         self.num_cached_tokens += match.computed_len
         self.running.add(request)
@@ -311,7 +311,7 @@ class Scheduler:
         settled = request.prefilled if request.is_prefilling else len(request.tokens) - 1
         if settled > request.prefill_len:  # of what steps have decoded, what its drafter's own KV has for sure
             settled = max(request.prefill_len, settled - self._limits.kv_behind)
-        self.ledger.cache(holding, request.tokens, settled, self._drafter_of(request))
+        self.ledger.cache(holding, request.tokens, settled)
         self.ledger.release(holding)
 
     # -- launch ---------------------------------------------------------------------------------------------------------
@@ -328,7 +328,7 @@ class Scheduler:
         # From now on these pages may be shared: whoever reads them is in a later step.
         for request in prompts:
             holding = _holding(request)
-            shared = self.ledger.cache(holding, request.tokens, request.prefilled, self._drafter_of(request))
+            shared = self.ledger.cache(holding, request.tokens, request.prefilled)
             self._replaced.extend((holding, PageDelta(holding.slot, place, (page,))) for place, page in shared)
         return Launched(plan, (*last, *rows), named)
 
