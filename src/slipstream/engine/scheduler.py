@@ -34,7 +34,6 @@ class DraftLimits:
     depth: int
     num_nodes: int
     max_writes: int
-    shifted_kv: bool = False
     kv_behind: int = 0
 
 
@@ -232,9 +231,7 @@ class Scheduler:
         drafter = self._drafter_of(request)
         parent = self._parent(request)
         sibling = parent.holding if parent is not None and request.num_output == 0 and parent.has_launched_prompt else None
-        return self.ledger.match(
-            request.request.cache_salt, request.tokens, drafter, shifted_kv=self._limits.shifted_kv, sibling=sibling
-        )
+        return self.ledger.match(request.request.cache_salt, request.tokens, drafter, sibling)
 
     def _must_wait(self, request: Request) -> bool:
         """A sample of a prompt that another sample is just computing waits for the pages instead of computing them again."""
