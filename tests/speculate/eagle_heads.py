@@ -1,6 +1,6 @@
 """Tiny EAGLE heads in the published layouts, random or trained for a moment, and the same heads again in plain torch.
 
-`PlainHead` shares nothing with slipstream: it runs over whole sequences, without a cache, and serves as the oracle and for training.
+`PlainHead` shares nothing with slipstream: it runs over whole sequences, without a cache, as the oracle and for training.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import json
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -17,6 +18,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional
 
+from slipstream.speculate.base import Drafter
+from slipstream.speculate.registry import Target, build_drafter
+from slipstream.testing.drafters import DrafterFactory
+from slipstream.testing.hash_head import hash_eagle
+from slipstream.testing.hash_lm import HashLM
 from slipstream.testing.tiny import tiny_checkpoint
 
 HIDDEN, HEADS, KV_HEADS, DIM, INNER, VOCAB = 32, 4, 2, 8, 48, 259
@@ -108,7 +114,7 @@ def hidden_states(family: str, tokens: list[int]) -> tuple[Tensor, ...]:
     return tuple(state[0] for state in out.hidden_states)
 
 
-def random_head(kind: int, seed: int = 0, draft_vocab: int | None = DRAFT_VOCAB) -> PlainHead:
+def random_head(kind: int, seed: int = 0, draft_vocab: int | None = DRAFT_VOCAB, hidden: int = HIDDEN) -> PlainHead:
     """kind 1: EAGLE-1/2. kind 3: EAGLE-3, with a reduced vocabulary unless `draft_vocab` is None."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -116,24 +122,25 @@ def random_head(kind: int, seed: int = 0, draft_vocab: int | None = DRAFT_VOCAB)
         return torch.randn(shape, generator=generator, dtype=torch.float64) * 0.25
 
     def scale() -> Tensor:
-        return torch.rand(HIDDEN, generator=generator, dtype=torch.float64) + 0.5
+        return torch.rand(hidden, generator=generator, dtype=torch.float64) + 0.5
 
-    layer, into = ("midlayer.", 2 * HIDDEN) if kind == 3 else ("layers.0.", HIDDEN)
+    layer, into = ("midlayer.", 2 * hidden) if kind == 3 else ("layers.0.", hidden)
     weights = {
-        "fc.weight": draw(HIDDEN, (3 if kind == 3 else 2) * HIDDEN),
+        "fc.weight": draw(hidden, (3 if kind == 3 else 2) * hidden),
         f"{layer}self_attn.q_proj.weight": draw(HEADS * DIM, into),
         f"{layer}self_attn.k_proj.weight": draw(KV_HEADS * DIM, into),
         f"{layer}self_attn.v_proj.weight": draw(KV_HEADS * DIM, into),
-        f"{layer}self_attn.o_proj.weight": draw(HIDDEN, HEADS * DIM),
-        f"{layer}mlp.gate_proj.weight": draw(INNER, HIDDEN),
-        f"{layer}mlp.up_proj.weight": draw(INNER, HIDDEN),
-        f"{layer}mlp.down_proj.weight": draw(HIDDEN, INNER),
+        f"{layer}self_attn.o_proj.weight": draw(hidden, HEADS * DIM),
+        f"{layer}mlp.gate_proj.weight": draw(INNER, hidden),
+        f"{layer}mlp.up_proj.weight": draw(INNER, hidden),
+        f"{layer}mlp.down_proj.weight": draw(hidden, INNER),
         f"{layer}post_attention_layernorm.weight": scale(),
     }
     config: dict[str, Any] = {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
-        "hidden_size": HIDDEN,
+        "hidden_size": hidden,
+        "head_dim": DIM,
         "intermediate_size": INNER,
         "num_attention_heads": HEADS,
         "num_key_value_heads": KV_HEADS,
@@ -143,13 +150,13 @@ def random_head(kind: int, seed: int = 0, draft_vocab: int | None = DRAFT_VOCAB)
         "max_position_embeddings": 512,
     }
     if kind == 1:
-        weights["fc.bias"] = draw(HIDDEN)
+        weights["fc.bias"] = draw(hidden)
         return PlainHead(weights, config, eagle3=False)
     weights |= {
         f"{layer}input_layernorm.weight": scale(),
         f"{layer}hidden_norm.weight": scale(),
         "norm.weight": scale(),
-        "lm_head.weight": draw(draft_vocab or VOCAB, HIDDEN),
+        "lm_head.weight": draw(draft_vocab or VOCAB, hidden),
     }
     config |= {"architectures": ["LlamaForCausalLMEagle3"], "rope_theta": 500.0, "draft_vocab_size": draft_vocab}
     config["eagle_aux_hidden_state_layer_ids"] = AUX
@@ -158,6 +165,30 @@ def random_head(kind: int, seed: int = 0, draft_vocab: int | None = DRAFT_VOCAB)
         weights["d2t"] = ids - torch.arange(draft_vocab)
         weights["t2d"] = torch.zeros(VOCAB, dtype=torch.bool).index_fill_(0, ids, True)
     return PlainHead(weights, config, eagle3=True)
+
+
+def eagle(topk: int, steps: int, draft_tokens: int | None = None, kind: int = 3) -> DrafterFactory:
+    """EAGLE for whatever target a test has: a head that is right on HashLM, a random one on a real model."""
+
+    def make(target: Target) -> Drafter:
+        if isinstance(target.model, HashLM):
+            return hash_eagle(topk, steps, draft_tokens)(target)
+        shape = f"topk={topk},steps={steps},draft_tokens={draft_tokens or steps}"
+        return through_files(random_head(kind, hidden=target.model.hidden_size), shape)(target)
+
+    return make
+
+
+def through_files(head: PlainHead, shape: str) -> DrafterFactory:
+    """EAGLE with this head, saved and loaded as a user's head is; `shape`: options as they stand in --speculate."""
+
+    def make(target: Target) -> Drafter:
+        with TemporaryDirectory() as folder:
+            head.save(Path(folder))
+            aux = ",aux_layers=input" if head.eagle3 else ""
+            return build_drafter(f"eagle:model={folder},{shape}{aux}", target)[1]
+
+    return make
 
 
 def train(head: PlainHead, family: str, texts: list[list[int]], num_steps: int = 120) -> None:

@@ -1,4 +1,4 @@
-"""EAGLE drafting: the same tokens in every cell, and the head's numbers against the same head in plain torch over whole sequences."""
+"""EAGLE drafting: the same tokens in every cell, and the head's numbers against the same head in plain torch."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import itertools
 import math
 from dataclasses import dataclass, field, replace
 from functools import cache
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
 import torch
@@ -17,13 +15,13 @@ import slipstream.testing.toy_grammar  # noqa: F401 - makes the kind "digits" kn
 from slipstream.observe.guard import declared
 from slipstream.relay import DraftInput, RelayPayload
 from slipstream.speculate.base import Draft, StepContext, Verdict
-from slipstream.speculate.eagle import Eagle, build
+from slipstream.speculate.eagle import Eagle
 from slipstream.speculate.registry import Target
 from slipstream.testing.tiny import tiny_model
 from slipstream.types import SamplingParams
 from tests.engine.harness import Answer, DrafterFactory, Job, assert_equal, collect, drain, make_engine, reference, run
 from tests.engine.test_cache_and_pressure import run_in_waves, tight
-from tests.speculate.eagle_heads import PlainHead, hidden_states, plain_target, random_head, train
+from tests.speculate.eagle_heads import PlainHead, hidden_states, plain_target, random_head, through_files, train
 
 CHAIN, TREE = "topk=1,steps=3", "topk=4,steps=4,draft_tokens=8"
 SHAPES = {"chain": CHAIN, "tree": TREE}
@@ -36,13 +34,13 @@ def params(max_tokens: int = 20, **more: object) -> SamplingParams:
 
 # Shared prefixes, greedy and hot rows, each kind of parameter, ends inside a run.
 JOBS = [
-    Job(STEM[:40], params(24)),
-    Job((*STEM[:40], 5), params(24, temperature=1.0), seed=3),
+    Job(STEM[:40], params(36)),
+    Job((*STEM[:40], 5), params(36, temperature=1.0), seed=3),
     Job(STEM[:64], params(16, frequency_penalty=0.8, logprobs=2)),
-    Job((*STEM[:33], *STEM[:9]), params(24, temperature=0.8, min_p=0.02, repetition_penalty=1.2), seed=-9),
+    Job((*STEM[:33], *STEM[:9]), params(36, temperature=0.8, min_p=0.02, repetition_penalty=1.2), seed=-9),
     Job(STEM, params(20, min_tokens=12, presence_penalty=0.5, ignore_eos=False)),
-    Job(STEM[5:6], params(24, temperature=4.0, top_p=0.95, logit_bias={7: 3.0}), seed=8),
-    Job(STEM[:20], params(24, temperature=1.0), seed=1, grammar=("digits", "10-19:3")),
+    Job(STEM[5:6], params(36, temperature=4.0, top_p=0.95, logit_bias={7: 3.0}), seed=8),
+    Job(STEM[:20], params(36, temperature=1.0), seed=1, grammar=("digits", "10-19:3")),
 ]
 
 
@@ -71,19 +69,6 @@ def head_of(family: str, name: str) -> PlainHead:
 HEADS = ("eagle3", "eagle1", "reduced")
 
 
-def factory(head: PlainHead, shape: str) -> DrafterFactory:
-    """Through the files, as a user's head comes."""
-
-    def make(target: Target) -> Eagle:
-        with TemporaryDirectory() as folder:
-            head.save(Path(folder))
-            options = dict(part.split("=") for part in shape.split(","))
-            aux = {"aux_layers": "input"} if head.eagle3 else {}
-            return build({"model": folder, **options, **aux}, target)
-
-    return make
-
-
 # -- equal tokens -----------------------------------------------------------------------------------------------------
 
 CELLS = list(itertools.product((0, 1), (1, 16), (24, 2048), (1, 8), SHAPES))
@@ -91,7 +76,7 @@ CELLS = list(itertools.product((0, 1), (1, 16), (24, 2048), (1, 8), SHAPES))
 
 @pytest.mark.parametrize("lag, page_size, chunk, batch, shape", CELLS)
 def test_every_cell(lag: int, page_size: int, chunk: int, batch: int, shape: str) -> None:
-    drafters = {"eagle": factory(head_of("llama", "eagle3"), SHAPES[shape])}
+    drafters = {"eagle": through_files(head_of("llama", "eagle3"), SHAPES[shape])}
     got = run(tiny_model("llama"), JOBS, lag=lag, page_size=page_size, chunk=chunk, batch=batch, drafters=drafters)
     assert_equal(got, wanted_of("llama"), (lag, page_size, chunk, batch, shape))
     assert accept_length(got[:5]) > 1.5, "a head that knows the answers must be accepted"
@@ -108,7 +93,7 @@ def test_under_pressure(family: str, name: str, shape: str, caching: bool, page_
         lag=1,
         page_size=page_size,
         chunk=64,
-        drafters={"eagle": factory(head_of(family, name), SHAPES[shape])},
+        drafters={"eagle": through_files(head_of(family, name), SHAPES[shape])},
         num_pages=tight(JOBS, page_size),
         enable_prefix_caching=caching,
         admission_headroom_tokens=0,
@@ -123,7 +108,8 @@ def test_under_pressure(family: str, name: str, shape: str, caching: bool, page_
 @pytest.mark.parametrize("shape", ["topk=1,steps=1", "topk=1,steps=7", "topk=2,steps=3,draft_tokens=10", "topk=9,steps=2"])
 @pytest.mark.parametrize("budget", [9, 2048])
 def test_other_shapes_and_rows_with_fewer_nodes(shape: str, budget: int) -> None:
-    got = run(tiny_model("llama"), JOBS, lag=1, chunk=budget, drafters={"eagle": factory(head_of("llama", "eagle1"), shape)})
+    drafters = {"eagle": through_files(head_of("llama", "eagle1"), shape)}
+    got = run(tiny_model("llama"), JOBS, lag=1, chunk=budget, drafters=drafters)
     assert_equal(got, wanted_of("llama"), (shape, budget))
     assert sum(answer.num_accepted for answer in got) > 0
 
@@ -138,10 +124,10 @@ def test_the_noise_keeps_acceptance_high(temperature: float) -> None:
     """The head's best token with the target's noise is the target's more often than its best without."""
     jobs = [Job(STEM[: 9 + n], params(30, temperature=temperature), seed=n) for n in range(6)]
     head = random_head(3, draft_vocab=None)
-    got = run(tiny_model("llama"), jobs, drafters={"eagle": factory(head, CHAIN)})
+    got = run(tiny_model("llama"), jobs, drafters={"eagle": through_files(head, CHAIN)})
     assert_equal(got, reference(tiny_model("llama"), jobs), temperature)
     cold = [Job(job.prompt, params(30)) for job in jobs]
-    without = run(tiny_model("llama"), cold, drafters={"eagle": factory(head, CHAIN)})
+    without = run(tiny_model("llama"), cold, drafters={"eagle": through_files(head, CHAIN)})
     assert sum(a.num_accepted for a in got) > 3 * sum(a.num_accepted for a in without)
 
 
@@ -204,7 +190,7 @@ class Watched:
 
 def watched(head: PlainHead, shape: str, into: list[Watched]) -> DrafterFactory:
     def make(target: Target) -> Watched:
-        into.append(Watched(factory(head, shape)(target)))  # type: ignore[arg-type]
+        into.append(Watched(through_files(head, shape)(target)))  # type: ignore[arg-type]
         return into[-1]
 
     return make  # type: ignore[return-value]
@@ -248,7 +234,7 @@ class Oracle:
 
 
 def check_records(records: list[Record], oracles: list[Oracle], num_trees: int, shape: tuple[int, int]) -> tuple[int, int]:
-    """Compare with the oracle whose text begins with a record's tokens; returns how many relayed and drafted records there were."""
+    """Compare with the oracle whose text begins with a record's tokens; returns how many were relayed and how many drafted."""
     relayed = drafted = 0
     for record in records:
         length = len(record.tokens) - 1
@@ -423,10 +409,10 @@ def test_nothing_is_written_beyond_what_was_reserved(shape: str) -> None:
 
 def test_what_it_declares() -> None:
     target = Target(tiny_model("llama"), page_size=4)
-    tree = factory(random_head(3), "topk=4,steps=6,draft_tokens=8")(target)
+    tree = through_files(random_head(3), "topk=4,steps=6,draft_tokens=8")(target)
     assert (tree.depth, tree.num_nodes, tree.max_writes, tree.shifted_kv) == (6, 8, 20, True)
     assert {name: spec.shape for name, spec in tree.relay.fields.items()} == {
         "topk_p": (4,), "topk_index": (4,), "hidden_states": (32,),
     }  # fmt: skip
-    chain = factory(random_head(1), CHAIN)(target)
+    chain = through_files(random_head(1), CHAIN)(target)
     assert (chain.depth, chain.num_nodes, chain.max_writes, chain.taps) == (3, 3, 4, (2,))

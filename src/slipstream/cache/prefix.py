@@ -92,7 +92,7 @@ class PrefixTree:
         return found
 
     def keys(self, tokens: Sequence[int], first_page: int, num_tokens: int) -> Iterator[PageTokens]:
-        """The edge of each full page from `first_page` on, among the first `num_tokens` tokens, that `tokens` has the whole of."""
+        """Edge of each full page from `first_page` on, among the first `num_tokens` tokens, where `tokens` has all of it."""
         size, length = self._page_size, self._edge_len
         last = min(num_tokens - size, len(tokens) - length)
         return (tuple(tokens[at : at + length]) for at in range(first_page * size, last + 1, size))
