@@ -158,7 +158,7 @@ def random_head(kind: int, seed: int = 0, draft_vocab: int | None = DRAFT_VOCAB,
         "norm.weight": scale(),
         "lm_head.weight": draw(draft_vocab or VOCAB, hidden),
     }
-    config |= {"architectures": ["LlamaForCausalLMEagle3"], "rope_theta": 500.0, "draft_vocab_size": draft_vocab}
+    config |= {"architectures": ["LlamaForCausalLMEagle3"], "rope_theta": 500.0, "draft_vocab_size": draft_vocab or VOCAB}
     config["eagle_aux_hidden_state_layer_ids"] = AUX
     if draft_vocab is not None:
         ids = torch.randperm(VOCAB, generator=generator)[:draft_vocab].sort().values

@@ -6,21 +6,28 @@ import itertools
 import math
 from dataclasses import dataclass, field, replace
 from functools import cache
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
 import slipstream.testing.toy_grammar  # noqa: F401 - makes the kind "digits" known
+from slipstream.attention.base import AttentionStep
+from slipstream.engine import build as engine_build
 from slipstream.observe.guard import declared
 from slipstream.relay import DraftInput, RelayPayload
 from slipstream.speculate.base import Draft, StepContext, Verdict
 from slipstream.speculate.eagle import Eagle
+from slipstream.speculate.ngram import NGram
 from slipstream.speculate.registry import Target
+from slipstream.testing.hash_head import HashHead, hash_eagle
+from slipstream.testing.hash_lm import HashLM
 from slipstream.testing.tiny import tiny_model
 from slipstream.types import SamplingParams
 from tests.engine.harness import Answer, DrafterFactory, Job, assert_equal, collect, drain, make_engine, reference, run
 from tests.engine.test_cache_and_pressure import run_in_waves, tight
+from tests.fuzz.mixed import MixedScheduler
 from tests.speculate.eagle_heads import PlainHead, hidden_states, plain_target, random_head, through_files, train
 
 CHAIN, TREE = "topk=1,steps=3", "topk=4,steps=4,draft_tokens=8"
@@ -416,3 +423,123 @@ def test_what_it_declares() -> None:
     }  # fmt: skip
     chain = through_files(random_head(1), CHAIN)(target)
     assert (chain.depth, chain.num_nodes, chain.max_writes, chain.taps) == (3, 3, 4, (2,))
+
+
+# -- a head that is always right ------------------------------------------------------------------------------------------
+
+HASH_LM = HashLM(vocab_size=64, context_len=256)
+HASH_JOBS = [
+    Job(STEM[:40], params(31)),
+    Job((*STEM[:40], 5), params(33, temperature=1.0), seed=3),
+    Job(STEM[:64], params(16, frequency_penalty=0.8)),
+    Job((*STEM[:33], *STEM[:9]), params(24, temperature=0.8, min_p=0.02, repetition_penalty=1.2), seed=-9),
+    Job(STEM[5:6], params(24, temperature=2.0, top_p=0.9), seed=8),
+    Job(STEM[7:8], params(2)),
+    Job(STEM[:16], params(1)),
+]
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("chunk", [16, 2048])
+@pytest.mark.parametrize("steps", [1, 3, 7])
+def test_a_right_head_is_always_accepted(lag: int, page_size: int, chunk: int, steps: int) -> None:
+    """In chains, behind chunks, cached prefixes and each other: one wrong key or state and a draft is refused."""
+    engine = make_engine(HASH_LM, lag=lag, page_size=page_size, chunk=chunk, drafters={"eagle": hash_eagle(1, steps)})
+    answers: dict[str, Answer] = {}
+    for turn in range(2):
+        for number, job in enumerate(HASH_JOBS):
+            engine.add(job.request(f"{turn}-{number}"))
+        drain(engine, answers)
+    engine.close()
+    wanted = reference(HASH_LM, HASH_JOBS, enable_prefix_caching=False)
+    for turn in range(2):
+        got = [answers[f"{turn}-{number}"] for number in range(len(HASH_JOBS))]
+        assert_equal(got, wanted, (turn, lag, page_size, chunk))
+        # At lag 1 an answer may end with a drafted token, which counts as the step's own.
+        assert all(answer.num_drafted - answer.num_accepted in (0, lag) for answer in got)
+        assert got[0].num_drafted >= 30 * steps // (steps + 1) - steps
+        assert got[5].num_drafted == got[6].num_drafted == 0, "an answer of two tokens leaves nothing to draft"
+    assert answers["1-2"].num_cached_tokens >= 48
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("lag", [0, 1])
+def test_a_right_head_is_always_accepted_in_a_tree(page_size: int, lag: int) -> None:
+    """The best path is in the tree, so each step accepts as many tokens as the tree is deep, but for a row's last ones."""
+    jobs = [Job(job.prompt, params(49), seed=job.seed) for job in HASH_JOBS[:5]]
+    got = run(HASH_LM, jobs, lag=lag, page_size=page_size, chunk=32, drafters={"eagle": hash_eagle(3, 3, 9)})
+    assert_equal(got, reference(HASH_LM, jobs), (page_size, lag))
+    # 48 tokens behind the first in steps of 4: 36 but where nine nodes were too few for the best path, or the end was near.
+    assert all(answer.num_accepted >= 30 for answer in got), [answer.num_accepted for answer in got]
+
+
+def test_draft_kv_of_another_drafter_is_not_looked_at() -> None:
+    """A prefix computed under ngram has no KV of the head: drafting goes on behind it, and the tokens are the same."""
+    scheduler_of = mock.patch.object(engine_build, "Scheduler", MixedScheduler)
+    with scheduler_of:
+        engine = make_engine(
+            HASH_LM, lag=1, page_size=4, drafters={"ngram": lambda target: NGram(3), "eagle": hash_eagle(3, 3, 9)}
+        )
+    answers: dict[str, Answer] = {}
+    wanted = reference(HASH_LM, HASH_JOBS[:2], enable_prefix_caching=False)
+    for number in range(4):  # ngram, eagle, ngram, eagle
+        engine.add(HASH_JOBS[number // 2].request(f"r{number}"))
+        drain(engine, answers)
+    engine.close()
+    assert_equal([answers[f"r{number}"] for number in range(4)], [wanted[0], wanted[0], wanted[1], wanted[1]], "mixed")
+    assert answers["r1"].num_cached_tokens >= 36 and answers["r1"].num_drafted > 0
+
+
+# -- what drafting costs --------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Counting:
+    """A head that counts its passes, by how many tokens each has."""
+
+    inner: HashHead
+    passes: list[int] = field(default_factory=list)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.inner, name)
+
+    def forward(self, tokens: Tensor, states: Tensor, attention: AttentionStep) -> Tensor:
+        self.passes.append(len(tokens))
+        return self.inner.forward(tokens, states, attention)
+
+
+@pytest.mark.parametrize("topk, steps, draft_tokens", [(1, 3, 3), (3, 4, 8)])
+def test_a_draft_of_n_levels_takes_n_passes_one_of_them_to_observe(topk: int, steps: int, draft_tokens: int) -> None:
+    heads: list[Counting] = []
+
+    def make(target: Target) -> Eagle:
+        heads.append(Counting(HashHead(HASH_LM)))
+        return Eagle(heads[-1], target, topk, steps, draft_tokens)  # type: ignore[arg-type]
+
+    engine = make_engine(HASH_LM, drafters={"eagle": make})
+    engine.add(Job(STEM[:9], params(30)).request("one"))
+    answers: dict[str, Answer] = {}
+    collect(engine, answers)
+    assert heads[0].passes == [9], "a prompt is looked at once"
+    heads[0].passes.clear()
+    collect(engine, answers)
+    assert heads[0].passes == [topk] * (steps - 1) + [1 + steps]
+    engine.close()
+
+
+def test_no_draft_no_pass() -> None:
+    """At width 0 nothing is proposed; what the target computed is looked at all the same, for the next draft."""
+    heads: list[Counting] = []
+
+    def make(target: Target) -> Eagle:
+        heads.append(Counting(HashHead(HASH_LM)))
+        return Eagle(heads[-1], target, 1, 3, 3)  # type: ignore[arg-type]
+
+    engine = make_engine(HASH_LM, drafters={"eagle": make}, chunk=1)  # a budget of one token: the row's own
+    engine.add(Job(STEM[:3], params(9)).request("one"))
+    answers: dict[str, Answer] = {}
+    drain(engine, answers)
+    engine.close()
+    assert answers["one"].num_drafted == 0
+    assert heads[0].passes == [1] * len(heads[0].passes) and len(heads[0].passes) in (11, 12)

@@ -76,6 +76,7 @@ class Eagle:
         self._page_size = target.page_size
         self._topk = topk
         self._vocab_size = target.model.vocab_size
+        self._num_known_ids = target.num_known_ids
 
     def propose(self, ctx: StepContext, payload: RelayPayload, width: int) -> Draft:
         """Grow a tree from what was relayed, one step of the head a level."""
@@ -140,6 +141,8 @@ class Eagle:
         logits, ids = self._head.logits(states), self._head.target_ids
         if ids is not None:  # before the noise, which belongs to the target's ids
             logits = logits.new_full((len(logits), self._vocab_size), -torch.inf).index_copy_(1, ids, logits)
+        if self._num_known_ids < self._vocab_size:  # rows that only fill the target's head up
+            logits[:, self._num_known_ids :] = -torch.inf
         scores = perturbed(logits, ctx.sampling, nodes, None)
         best = scores.topk(self._topk, 1)
         return (best.values - scores.logsumexp(1, keepdim=True)).to(torch.float32), best.indices

@@ -235,15 +235,19 @@ class _Builder:
     def _vocabulary(self) -> tuple[Callable[[Tensor], Tensor], Tensor | None]:
         """The product to logits, and the target's ids of a reduced vocabulary."""
         config, take, vocab_size = self.config, self.parameters.take, self.target.vocab_size
+        if config.raw.get("draft_vocab_size") is None:
+            if "lm_head.weight" in self.parameters:
+                raise ModelError(
+                    f"{self.parameters.name}: draft_vocab_size must be given where lm_head.weight is stored, but it is missing",
+                    hint="without it a head draws logits from the target's lm_head, and the stored one would mean nothing",
+                )
+            return self._target_logits, None
         read = Reader(config.raw, self.parameters.name)
-        size = read.count("draft_vocab_size", vocab_size)
+        size = read.count("draft_vocab_size")
         if size > vocab_size:
             raise read.wrong("draft_vocab_size", f"be at most the target's {vocab_size}", size)
         reduced = size < vocab_size
-        if not reduced and "lm_head.weight" not in self.parameters:
-            to_logits: Callable[[Tensor], Tensor] = self._target_logits
-        else:
-            to_logits = linear([take("lm_head.weight", (size, config.hidden_size))])
+        to_logits = linear([take("lm_head.weight", (size, config.hidden_size))])
         if not reduced and "d2t" not in self.parameters:
             if "t2d" in self.parameters:
                 take("t2d", (vocab_size,), torch.bool)
