@@ -132,6 +132,7 @@ class Ledger:
         self.page_size = page_size
         self.num_pages = num_pages
         self.caching = caching
+        self.shifted_kv = shifted_kv
         self._slots = FreeList(1, num_slots, order)
         self._pages = FreeList(first_page, num_pages, order)
         self._epochs = [0] * (num_slots + 1)

@@ -5,7 +5,7 @@
     head's KV            x0, x1    x1, x2    x2, x3    x3, x4?      the state's token and the one that follows, with the position
 
 So behind tokens 0..t of states and token t + 1 it knows all that HashLM of one layer hashes at t + 1, and hashes it. Its state is
-(what it hashed, the token it hashed): the target's taps tell it the token, and in a draft it tells itself.
+(what it hashed, the token it hashed, its position): the target's taps tell it the token, and in a draft it tells itself.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from slipstream.testing.hash_lm import KEY_POSITION, KEY_TOKEN, MANTISSA_BITS, O
 FOLLOWING = 1 << 32  # a value is position * FOLLOWING + the token that follows
 
 
-def hash_eagle(topk: int, steps: int, draft_tokens: int | None = None, ids: Tensor | None = None) -> DrafterFactory:
-    """EAGLE with the head above. `ids`: its vocabulary, as the target's ids; None: all of them."""
+def hash_eagle(topk: int, steps: int, draft_tokens: int | None = None) -> DrafterFactory:
+    """EAGLE with the head above."""
 
     def make(target: Target) -> Drafter:
         if not isinstance(target.model, HashLM):
             raise TypeError(f"a HashHead must have a HashLM as target, but got {type(target.model).__name__}")
-        return Eagle(HashHead(target.model, ids), target, topk, steps, draft_tokens or steps)
+        return Eagle(HashHead(target.model), target, topk, steps, draft_tokens or steps)
 
     return make
 
@@ -40,22 +40,21 @@ class HashHead:
 
     Args:
         model: the target. Where it has several layers the head hashes as its first one does, and is mostly wrong.
-        ids: see `hash_eagle`.
     """
 
-    hidden_size = 2
+    hidden_size = 3
     dtype = torch.int64
-    taps = (0,)
+    taps: tuple[int, ...] = (0,)
     kv_layer = LayerKV(1, 1, 1, torch.int64)
+    target_ids: Tensor | None = None
 
-    def __init__(self, model: HashLM, ids: Tensor | None = None) -> None:
-        self.target_ids = ids
+    def __init__(self, model: HashLM) -> None:
         self._model = model
 
     def states(self, taps: Tensor) -> Tensor:
-        """Taps [T, 1] float64 -> [T, 2] int64: nothing hashed yet, and the token. Layer 0's fraction of 2^52 is the token."""
+        """Taps [T, 1] float64 -> [T, 3] int64: of this only the token is known. Layer 0's fraction of 2^52 is the token."""
         tokens = taps.mul(2.0**MANTISSA_BITS).round().to(torch.int64)
-        return torch.cat([torch.zeros_like(tokens), tokens], 1)
+        return torch.cat([torch.zeros_like(tokens), tokens, torch.zeros_like(tokens)], 1)
 
     def forward(self, tokens: Tensor, states: Tensor, attention: AttentionStep) -> Tensor:
         """See `DraftHead.forward`."""
@@ -69,9 +68,8 @@ class HashHead:
         position = layout.positions + 1
         total += mix(tokens * KEY_TOKEN + position * KEY_POSITION)
         total += tokens * OWN_TOKEN + position * OWN_POSITION + self._model.salt
-        return torch.stack([mix(total), tokens], 1)
+        return torch.stack([mix(total), tokens, position], 1)
 
     def logits(self, states: Tensor) -> Tensor:
-        """The target's, of the head's vocabulary."""
-        logits = self._model.logits(states[:, :1].contiguous())
-        return logits if self.target_ids is None else logits.index_select(1, self.target_ids)
+        """The target's."""
+        return self._model.logits(states[:, :1])
