@@ -20,6 +20,7 @@ temperature the first one is what the target will say if the head's logits are r
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Mapping
 
 import torch
@@ -30,6 +31,7 @@ from slipstream.attention.kv import KVCache, LayerKV
 from slipstream.attention.layout import build_layout
 from slipstream.errors import ConfigError, InvariantBroken
 from slipstream.layers.decoder import Decoder
+from slipstream.observe import log
 from slipstream.relay import DraftInput, FieldSpec, RelayPayload, RelaySpec
 from slipstream.sampling.nodes import Nodes
 from slipstream.sampling.sampler import perturbed
@@ -41,6 +43,8 @@ from slipstream.speculate.registry import Target, integer_option, known_options
 
 MOST = 256  # of topk, steps and draft_tokens: far beyond what pays
 OPTIONS = ("model", "topk", "steps", "draft_tokens", "aux_layers")
+
+logger = logging.getLogger("slipstream.speculate")
 
 
 class Eagle:
@@ -261,6 +265,7 @@ def build(options: Mapping[str, str], target: Target) -> Eagle:
     head = load_head(options["model"], target.model, aux_layers)
     if topk > (target.model.vocab_size if head.target_ids is None else len(head.target_ids)):
         raise ConfigError(f"--speculate eagle's topk must be at most the head's vocabulary, but got {topk}")
+    log.event(logger, logging.INFO, f"drafting with {options['model']}", topk=topk, steps=steps, draft_tokens=draft_tokens)
     return Eagle(head, target, topk, steps, draft_tokens)
 
 
