@@ -6,20 +6,19 @@ A schedule is plain data, drawn from a `random.Random`; a failing one is made sm
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Literal
-from unittest import mock
 
 import torch
 
 from slipstream.cache.pages import pages_for
 from slipstream.config import EngineConfig
-from slipstream.engine import build as engine_build
+from slipstream.engine.build import assemble_engine, default_chooser
 from slipstream.engine.loop import Engine
 from slipstream.engine.runner import Runner
-from slipstream.engine.scheduler import Scheduler
+from slipstream.speculate.choice import Chooser, Shape
 from slipstream.speculate.draft_model import DraftModel
 from slipstream.speculate.ngram import Corpus, NGram
 from slipstream.speculate.off import Off
@@ -30,7 +29,7 @@ from slipstream.types import EngineRequest, FinishReason
 from tests.engine.harness import Answer, Job, assert_equal, collect
 from tests.fuzz.auditor import Auditor
 from tests.fuzz.cached import check_cached
-from tests.fuzz.mixed import MixedScheduler
+from tests.fuzz.mixed import RandomChooser
 from tests.fuzz.universe import (
     CONTEXT,
     EOS,
@@ -93,7 +92,7 @@ def drafters(model: str) -> dict[str, DrafterFactory]:
 
 MIXED = ("self tree 3", "relaying 3", "off", "rand 3", "relaying 1")
 MIXES = {"mixed": MIXED, "mixed models": ("draft model 3", "eagle tree 8", "ngram 3", "draft model 1", "off")}
-DRAFTERS = (*drafters("hash 1"), *MIXES)
+DRAFTERS = (*drafters("hash 1"), *MIXES, *MIXES)
 
 
 @dataclass(frozen=True)
@@ -198,7 +197,6 @@ def build_unchecked(setting: Setting) -> Engine:
 def _build(setting: Setting, checked: bool) -> Engine:
     known = drafters(setting.model)
     names = MIXES.get(setting.drafter, (setting.drafter,))
-    scheduler = MixedScheduler if setting.drafter in MIXES else Scheduler
     adversary = AdversarialExecutor.factory(setting.executor_seed)
     token_bytes = sum(layer.bytes_per_token for layer in model_of(setting.model).kv_layers)
     config = EngineConfig(
@@ -215,18 +213,22 @@ def _build(setting: Setting, checked: bool) -> Engine:
         kv_offload_memory_bytes=setting.num_host_pages * setting.page_size * token_bytes,
         debug=checked,
     )
-    with mock.patch.object(engine_build, "Scheduler", scheduler):
-        return engine_build.assemble_engine(
-            model_of(setting.model),
-            config,
-            eos_token_ids=(EOS,),
-            stop_text=stop_text,
-            context_len=CONTEXT,
-            attention=attention_of(setting.model),
-            drafters={name: known[name] for name in names},
-            executor=Auditor.around(adversary, setting.page_size) if checked else adversary,
-            order="newest",
-        )
+
+    def random_chooser(shapes: Mapping[str, Shape], config: EngineConfig) -> Chooser:
+        return RandomChooser(shapes, setting.executor_seed)
+
+    return assemble_engine(
+        model_of(setting.model),
+        config,
+        eos_token_ids=(EOS,),
+        stop_text=stop_text,
+        context_len=CONTEXT,
+        attention=attention_of(setting.model),
+        drafters={name: known[name] for name in names},
+        executor=Auditor.around(adversary, setting.page_size) if checked else adversary,
+        order="newest",
+        chooser=random_chooser if setting.drafter in MIXES and not setting.adaptive else default_chooser,
+    )
 
 
 def play(schedule: Schedule, engine: Engine, universe: Sequence[Job]) -> list[Answer]:

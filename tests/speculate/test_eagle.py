@@ -6,7 +6,6 @@ import itertools
 import math
 from dataclasses import dataclass, field, replace
 from functools import cache
-from unittest import mock
 
 import pytest
 import torch
@@ -14,10 +13,10 @@ from torch import Tensor
 
 import slipstream.testing.toy_grammar  # noqa: F401 - makes the kind "digits" known
 from slipstream.attention.base import AttentionStep
-from slipstream.engine import build as engine_build
 from slipstream.observe.guard import declared
 from slipstream.relay import DraftInput, RelayPayload
 from slipstream.speculate.base import Draft, StepContext, Verdict
+from slipstream.speculate.choice import Widest
 from slipstream.speculate.eagle import Eagle
 from slipstream.speculate.ngram import NGram
 from slipstream.speculate.registry import Target
@@ -27,7 +26,6 @@ from slipstream.testing.tiny import tiny_model
 from slipstream.types import SamplingParams
 from tests.engine.harness import Answer, DrafterFactory, Job, assert_equal, collect, drain, make_engine, reference, run
 from tests.engine.test_cache_and_pressure import run_in_waves, tight
-from tests.fuzz.mixed import MixedScheduler
 from tests.speculate.eagle_heads import PlainHead, hidden_states, plain_target, random_head, through_files, train
 
 CHAIN, TREE = "topk=1,steps=3", "topk=4,steps=4,draft_tokens=8"
@@ -476,14 +474,11 @@ def test_a_right_head_is_always_accepted_in_a_tree(page_size: int, lag: int) -> 
 
 def test_draft_kv_of_another_drafter_is_not_looked_at() -> None:
     """A prefix computed under ngram has no KV of the head: drafting goes on behind it, and the tokens are the same."""
-    scheduler_of = mock.patch.object(engine_build, "Scheduler", MixedScheduler)
-    with scheduler_of:
-        engine = make_engine(
-            HASH_LM, lag=1, page_size=4, drafters={"ngram": lambda target: NGram(3), "eagle": hash_eagle(3, 3, 9)}
-        )
+    engine = make_engine(HASH_LM, lag=1, page_size=4, drafters={"ngram": lambda target: NGram(3), "eagle": hash_eagle(3, 3, 9)})
     answers: dict[str, Answer] = {}
     wanted = reference(HASH_LM, HASH_JOBS[:2], enable_prefix_caching=False)
-    for number in range(4):  # ngram, eagle, ngram, eagle
+    for number in range(4):
+        engine.scheduler._chooser = Widest(engine.scheduler._shapes, ("ngram", "eagle")[number % 2])
         engine.add(HASH_JOBS[number // 2].request(f"r{number}"))
         drain(engine, answers)
     engine.close()

@@ -22,6 +22,7 @@ steps, and what it has parted with waits for the count.
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -51,6 +52,7 @@ class Match:
 
 
 NO_MATCH = Match()
+NO_END = sys.maxsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +77,8 @@ class Holding:
     Attributes:
         slot, epoch: its row; the epoch counts the slot's owners.
         salt: of the prefixes it may share.
-        drafter: who keeps draft KV in its pages.
-        draft_from: position from which on that KV is whole.
+        drafter: who keeps draft KV in its pages; NOBODY: nobody.
+        draft_from, draft_to: that KV is whole from here to there. NO_END: it goes on with the steps.
         table: its pages.
         nodes: the prefix cache's view of the first pages of the table.
         num_launched, num_settled: steps that name the slot.
@@ -92,6 +94,7 @@ class Holding:
     draft_from: int
     table: PageTable
     nodes: list[Node]
+    draft_to: int = NO_END
     num_launched: int = 0
     num_settled: int = 0
     parted: deque[tuple[int, int]] = field(default_factory=deque)
@@ -178,14 +181,14 @@ class Ledger:
         """What is cached of `tokens`. The last token is always left to compute: its logits are needed.
 
         Args:
-            drafter: whose draft KV counts.
+            drafter: whose draft KV counts; NOBODY: nobody's.
             sibling: holds the same prompt, `tokens`, and has launched it all: the page it goes on writing can be copied.
         """
         if not self.caching:
             return NO_MATCH
         size, most = self.page_size, len(tokens) - 1
         nodes = self._tree.match(salt, tokens)
-        foreign = [place for place, node in enumerate(nodes) if node.drafter != drafter]
+        foreign = [place for place, node in enumerate(nodes) if drafter not in (node.drafter, NOBODY)]
         copied: int | Node | None = None
         computed = len(nodes) * size
         if computed > most:  # of the last page all but its last token
@@ -193,7 +196,7 @@ class Ledger:
             copied = copied if copied.page == NOWHERE else copied.page
         elif sibling is not None and computed < most and most // size == len(nodes):
             copied, computed = sibling.table.pages[len(nodes)], most
-            if sibling.drafter != drafter:
+            if drafter not in (sibling.drafter, NOBODY) or sibling.draft_to < computed:
                 foreign.append(len(nodes))
         if computed == len(nodes) * size:
             copied = None
@@ -280,7 +283,8 @@ class Ledger:
             place = len(holding.nodes)
             parent = holding.nodes[-1] if holding.nodes else self._tree.root(holding.salt)
             own, node = holding.table.pages[place], parent.children.get(key)
-            drafter = holding.drafter if place * self.page_size >= holding.draft_from else NOBODY
+            first = place * self.page_size
+            drafter = holding.drafter if holding.draft_from <= first <= holding.draft_to - self.page_size else NOBODY
             if node is None:
                 node = self._tree.add(parent, key, own, drafter)
             elif drafter not in (node.drafter, NOBODY):
@@ -295,6 +299,12 @@ class Ledger:
             holding.nodes.append(node)
         self._let_go(holding)
         return replaced
+
+    def cover(self, holding: Holding) -> None:
+        """Its drafter's KV is whole in all cached pages it holds: those with nobody's are the drafter's from now on."""
+        for node in holding.nodes:
+            if node.drafter == NOBODY and node.host_page == NOWHERE:  # a host copy lacks what has been filled in here
+                node.drafter = holding.drafter
 
     def settle(self, holding: Holding) -> None:
         """A step that names this slot was settled; frees what waited for it."""

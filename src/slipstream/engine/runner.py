@@ -90,9 +90,7 @@ class Runner:
             rows = Rows(*(self.state.upload([getattr(part, field) for part in plan.parts]) for field in ("slot", "epoch")))
             limits = self.state.limits.index_select(0, rows.slots)
             bases = self._base_lens(plan, rows)
-            drafting = time.perf_counter()
             roots, draft = self._propose(plan, rows, bases, limits)
-            draft_s = time.perf_counter() - drafting
             sampled = self._sampled_rows(plan, index, rows, bases, limits, roots, draft)
 
             masks = self._masks.start(plan, sampled)
@@ -107,9 +105,7 @@ class Runner:
             if draft.parents is not None:
                 self._compact(sampled, verdict)
             who = Rows(sampled.slots, rows.epochs.index_select(0, index.sampled_parts))
-            drafting = time.perf_counter()
             self._drafting.observe(plan, index, who, sampled.base_lens, verdict, taps)
-            draft_s += time.perf_counter() - drafting
             logprobs = self._logprobs.of(plan, sampled, logits, params, verdict, allowed)
             of_prompts = prompt_logprobs(plan, index, hidden, self.state.history, self.model)
             with declared("the result travels to the host"):
@@ -128,7 +124,7 @@ class Runner:
             grammar_errors=errors,
             logprobs=logprobs,
             device_s=time.perf_counter() - started,
-            draft_s=draft_s,
+            draft_s=self._drafting.take_seconds(),
             prompt_logprobs=of_prompts,
         )
 

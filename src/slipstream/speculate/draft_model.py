@@ -53,6 +53,7 @@ class DraftModel:
     taps: tuple[int, ...] = ()
     shifted_kv = False
     kv_behind = 1
+    catches_up = True
 
     def __init__(self, model: CausalLM, target: Target, width: int) -> None:
         self.depth = self.num_nodes = width
@@ -68,7 +69,7 @@ class DraftModel:
         self._is_behind: Tensor | None = None
 
     def propose(self, ctx: StepContext, payload: RelayPayload, width: int) -> Draft:
-        """`width` passes (at least one: it writes the root's KV). A row at the end of the draft model's context gets no node."""
+        """`width` passes. A row at the end of the draft model's context gets no node."""
         planned = torch.tensor(ctx.num_nodes, dtype=torch.int64, device=ctx.slots.device)
         # A row that gets fewer nodes has fewer pages: what it may not write goes to the scratch page.
         ends = torch.minimum(ctx.limits, ctx.lengths + planned.clamp(min=1)).clamp(max=self._model.context_len)

@@ -60,6 +60,7 @@ class Eagle:
 
     shifted_kv = True
     kv_behind = 0
+    catches_up = False
 
     def __init__(self, head: DraftHead, target: Target, topk: int, steps: int, draft_tokens: int) -> None:
         self.depth = min(steps, draft_tokens)
