@@ -34,7 +34,7 @@ def in_common(one: Sequence[int], other: Sequence[int]) -> int:
 
 def kept(engine: Engine, prompt: Sequence[int], said: Sequence[int]) -> tuple[int, ...]:
     """What stays of a request: its prompt and its answer but for the last token, less what a drafter's KV may lag behind."""
-    behind = 1 + engine.scheduler._limits.kv_behind
+    behind = 1 + max(shape.kv_behind for shape in engine.scheduler._shapes.values())
     return (*prompt, *said[: max(len(said) - behind, 0)])
 
 
