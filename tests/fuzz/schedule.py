@@ -44,6 +44,7 @@ from tests.fuzz.universe import (
     stop_text,
     unguarded,
 )
+from tests.speculate.eagle_heads import eagle
 
 MAX_STEPS = 3000
 SIMPLEST = {
@@ -83,11 +84,14 @@ def drafters(model: str) -> dict[str, DrafterFactory]:
         "draft model 1": lambda target: DraftModel(target.model, target, 1),
         "draft model 3": lambda target: DraftModel(target.model, target, 3),
         "other draft model 3": lambda target: DraftModel(other_model(model), target, 3),
+        "eagle chain 3": eagle(1, 3, kind=1),
+        "eagle tree 8": eagle(3, 4, 8),
+        "eagle tree 3": eagle(4, 3, 3),
     }
 
 
 MIXED = ("self tree 3", "relaying 3", "off", "rand 3", "relaying 1")
-MIXES = {"mixed": MIXED, "mixed models": ("draft model 3", "ngram 3", "draft model 1", "off")}
+MIXES = {"mixed": MIXED, "mixed models": ("draft model 3", "eagle tree 8", "ngram 3", "draft model 1", "off")}
 DRAFTERS = (*drafters("hash 1"), *MIXES, *MIXES)
 
 
@@ -262,17 +266,17 @@ def _check_cached(schedule: Schedule, engine: Engine, universe: Sequence[Job], a
     if not isinstance(executor, Auditor):
         return  # without checks only the answers tell
     assert isinstance(executor.inner, AdversarialExecutor) and isinstance(executor.inner._device, Runner)
-    told = [
-        (salt, universe[number].prompt, _computed(answers[str(place)]))
-        for place, (number, (_, salt)) in enumerate(zip(schedule.requests, schedule.kinds, strict=True))
-    ]
+    told = []
+    for place, (number, (_, salt)) in enumerate(zip(schedule.requests, schedule.kinds, strict=True)):
+        tokens = (*universe[number].prompt, *answers[str(place)].token_ids)
+        told.append((salt, tokens, len(tokens) - _num_without_kv(answers[str(place)])))
     runner = executor.inner._device
     check_cached(engine.scheduler.ledger, told, runner if schedule.setting.model.startswith("hash") else None)
 
 
-def _computed(answer: Answer) -> list[int]:
-    """Tokens of an answer whose KV may be there: the last one's comes with the next step, or when it is resumed."""
-    return answer.token_ids if answer.num_retractions else answer.token_ids[:-1]
+def _num_without_kv(answer: Answer) -> int:
+    """Tokens whose KV cannot be there: an answer's last, unless it was resumed; it comes with the next step."""
+    return 1 if answer.token_ids and not answer.num_retractions else 0
 
 
 def _request(schedule: Schedule, universe: Sequence[Job], place: int) -> EngineRequest:

@@ -118,6 +118,7 @@ class Ledger:
         order: which free slot or page is reused first.
         caching: keep pages of finished and retracted work, and share pages.
         num_host_pages: pages of host memory that evicted pages are kept in.
+        shifted_kv: of a drafter: what a page holds depends on the token behind it too, so pages are shared by those it fits.
     """
 
     def __init__(
@@ -129,15 +130,17 @@ class Ledger:
         order: ReuseOrder = "newest",
         caching: bool = True,
         num_host_pages: int = 0,
+        shifted_kv: bool = False,
     ) -> None:
         self.page_size = page_size
         self.num_pages = num_pages
         self.caching = caching
+        self.shifted_kv = shifted_kv
         self._slots = FreeList(1, num_slots, order)
         self._pages = FreeList(first_page, num_pages, order)
         self._epochs = [0] * (num_slots + 1)
         self._holders = [0] * (first_page + num_pages)  # how many holdings each page has, parted ones included
-        self._tree = PrefixTree(page_size, num_host_pages)
+        self._tree = PrefixTree(page_size, num_host_pages, overlapping=shifted_kv)
         self._saves: dict[int, int] = {}  # host page -> page: what goes to the same place twice in a plan goes once
         self._loads: list[tuple[int, int]] = []
         self._copies: list[tuple[int, int]] = []
@@ -174,13 +177,11 @@ class Ledger:
 
     # -- admission ------------------------------------------------------------------------------------------------------
 
-    def match(self, salt: str, tokens: Sequence[int], drafter: str, shifted_kv: bool, sibling: Holding | None = None) -> Match:
+    def match(self, salt: str, tokens: Sequence[int], drafter: str, sibling: Holding | None = None) -> Match:
         """What is cached of `tokens`. The last token is always left to compute: its logits are needed.
 
         Args:
             drafter: whose draft KV counts; NOBODY: nobody's.
-            shifted_kv: the drafter's KV at a position depends on the next token, so the last matched position must not be where
-                the request leaves the cached path.
             sibling: holds the same prompt, `tokens`, and has launched it all: the page it goes on writing can be copied.
         """
         if not self.caching:
@@ -190,7 +191,7 @@ class Ledger:
         foreign = [place for place, node in enumerate(nodes) if drafter not in (node.drafter, NOBODY)]
         copied: int | Node | None = None
         computed = len(nodes) * size
-        if computed > most or (shifted_kv and nodes):  # of the last page all but its last token
+        if computed > most:  # of the last page all but its last token
             copied, computed = nodes.pop(), computed - 1
             copied = copied if copied.page == NOWHERE else copied.page
         elif sibling is not None and computed < most and most // size == len(nodes):

@@ -286,9 +286,7 @@ class Scheduler:
         parent = self._parent(request)
         sibling = parent.holding if parent is not None and request.num_output == 0 and parent.has_launched_prompt else None
         drafter = observer if shape.has_kv else NOBODY
-        return self.ledger.match(
-            request.request.cache_salt, request.tokens, drafter, shifted_kv=shape.shifted_kv, sibling=sibling
-        )
+        return self.ledger.match(request.request.cache_salt, request.tokens, drafter, sibling)
 
     def _first_observer(self, request: Request) -> str:
         return self._chooser.first_observer(len(self.running)) if request.max_nodes else OFF

@@ -26,7 +26,7 @@ class Shape:
     """What the host must know of a drafter.
 
     Attributes:
-        depth, num_nodes, max_writes, shifted_kv, kv_behind, catches_up: as `speculate.base.Drafter` declares them.
+        depth, num_nodes, max_writes, kv_behind, catches_up: as `speculate.base.Drafter` declares them.
         has_kv: it has KV of its own.
         relays: it relays extras.
     """
@@ -34,7 +34,6 @@ class Shape:
     depth: int
     num_nodes: int
     max_writes: int
-    shifted_kv: bool = False
     kv_behind: int = 0
     has_kv: bool = False
     relays: bool = False

@@ -114,6 +114,7 @@ class DraftModel:
             query_lens=chunks.lens,
             max_key_lens=chunks.ends,
             num_chunks=len(chunks.lens),
+            first_keys=chunks.draft_from,
         )
         self._forward(chunks.tokens, layout)
 
@@ -125,6 +126,7 @@ class DraftModel:
             limits=ends,
             query_lens=(num_tokens,) * len(ctx.max_lens),
             max_key_lens=tuple(length + level + 1 for length in ctx.max_lens),
+            first_keys=ctx.draft_from,
         )
 
     def _forward(self, tokens: Tensor, layout: BatchLayout) -> Tensor:
