@@ -31,7 +31,7 @@ class RandomChooser:
     def step_took(self, num_tokens: int, num_nodes: Mapping[str, int], step_s: float, draft_s: Mapping[str, float]) -> None:
         """Nothing to learn."""
 
-    def filled(self, drafter: str, num_tokens: int, draft_s: float) -> None:
+    def filled(self, drafter: str, num_tokens: int, fill_s: float) -> None:
         """Nothing to learn."""
 
     def draft_was(self, row: RowDrafting, drafter: str, num_accepted: int, num_nodes: int) -> None:

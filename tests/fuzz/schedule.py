@@ -91,7 +91,7 @@ def drafters(model: str) -> dict[str, DrafterFactory]:
 
 
 MIXED = ("self tree 3", "relaying 3", "off", "rand 3", "relaying 1")
-MIXES = {"mixed": MIXED, "mixed models": ("draft model 3", "eagle tree 8", "ngram 3", "draft model 1", "off")}
+MIXES = {"mixed": MIXED, "mixed models": ("draft model 3", "eagle tree 8", "ngram 7", "self 7", "draft model 1", "off")}
 DRAFTERS = (*drafters("hash 1"), *MIXES, *MIXES)
 
 

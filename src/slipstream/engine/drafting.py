@@ -44,11 +44,13 @@ class Drafting:
         self._state = state
         self._sampling = sampling
         self._kv = kv
-        self._seconds: dict[str, float] = {}
+        self._propose_s: dict[str, float] = {}
+        self._observe_s: dict[str, float] = {}
 
-    def take_seconds(self) -> dict[str, float]:
-        """Seconds each drafter took since this was asked last."""
-        seconds, self._seconds = self._seconds, {}
+    def take_seconds(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Seconds each drafter took to propose, and to observe, since this was asked last."""
+        seconds = self._propose_s, self._observe_s
+        self._propose_s, self._observe_s = {}, {}
         return seconds
 
     def depth(self, plan: StepPlan) -> int:
@@ -91,7 +93,7 @@ class Drafting:
             ctx = self._context(drafter, [sampled[i] for i in picked], group, lengths)
             ctx = replace(ctx, chunks=self._chunks(plan, index, name))
             seen = None if taps is None else self._own_taps(plan, index, name, taps, layers)
-            with self._timed(name):
+            with _timed(name, self._observe_s):
                 extras = drafter.observe(ctx, own, seen)
             if picked:
                 self._relay.stash(group, RelayPayload.from_draft_input(own.bonus_tokens, extras), name)
@@ -111,15 +113,9 @@ class Drafting:
             return chosen, bonus, Draft(bonus.new_empty((len(picked), 0)), torch.zeros_like(bonus))
         drafter = self._drafters[name]
         ctx = self._context(drafter, planned, group, lengths.index_select(0, chosen))
-        with self._timed(name):
+        with _timed(name, self._propose_s):
             draft = drafter.propose(ctx, payload, width)
         return chosen, payload.bonus_tokens, draft
-
-    @contextmanager
-    def _timed(self, name: str) -> Iterator[None]:
-        started = time.perf_counter()
-        yield
-        self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - started
 
     def _begin(self, drafter: Drafter, planned: Sequence[Chunk | VerifyRow], slots: Tensor, lengths: Tensor) -> None:
         """Where a drafter that cannot catch up begins to watch a row, its KV is whole from there on."""
@@ -188,6 +184,13 @@ class Drafting:
             return taps
         parts = torch.split(taps, list(index.query_lens))
         return torch.cat([parts[i] for i in own])
+
+
+@contextmanager
+def _timed(name: str, seconds: dict[str, float]) -> Iterator[None]:
+    started = time.perf_counter()
+    yield
+    seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - started
 
 
 def _proposing(rows: Sequence[VerifyRow]) -> dict[tuple[str, str], list[int]]:

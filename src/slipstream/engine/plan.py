@@ -210,7 +210,7 @@ class StepResult:
         grammar_ends: [rows] int64, committed tokens up to and with the one that closed the row's grammar; -1: not closed.
         grammar_errors: row -> what went wrong with its grammar.
         logprobs: None when no row asked.
-        device_s: seconds the device step took. draft_s: of them, those in each drafter.
+        device_s: seconds the device step took. propose_s, observe_s: of them, those in each drafter.
         prompt_logprobs: place in the plan's chunks -> logprobs, for those that asked.
     """
 
@@ -223,5 +223,6 @@ class StepResult:
     grammar_errors: dict[int, str]
     logprobs: StepLogprobs | None
     device_s: float
-    draft_s: Mapping[str, float] = field(default_factory=dict)
+    propose_s: Mapping[str, float] = field(default_factory=dict)
+    observe_s: Mapping[str, float] = field(default_factory=dict)
     prompt_logprobs: Mapping[int, ChunkLogprobs] = field(default_factory=dict)

@@ -111,6 +111,7 @@ class Runner:
             with declared("the result travels to the host"):
                 tokens, accept_lens = verdict.tokens.numpy(force=True), verdict.accept_lens.numpy(force=True)
                 num_drafted, non_finite = sampled.draft.num_nodes.numpy(force=True), verdict.non_finite.numpy(force=True)
+        propose_s, observe_s = self._drafting.take_seconds()
         # Tokens of sick logits mean nothing; a matcher that took them would blame the grammar.
         sound = np.where(non_finite < 0, accept_lens, non_finite)
         grammar_ends, errors = self._masks.commit(plan, tokens, sound)
@@ -124,7 +125,8 @@ class Runner:
             grammar_errors=errors,
             logprobs=logprobs,
             device_s=time.perf_counter() - started,
-            draft_s=self._drafting.take_seconds(),
+            propose_s=propose_s,
+            observe_s=observe_s,
             prompt_logprobs=of_prompts,
         )
 

@@ -107,11 +107,18 @@ class Scheduler:
         num_nodes: Counter[str] = Counter()
         for row in plan.rows:
             num_nodes[row.drafter] += row.num_nodes
-        self._chooser.step_took(plan.num_tokens, num_nodes, result.device_s, result.draft_s)
-        for name in {fill.drafter for fill in plan.fills}:
-            if not num_nodes[name] and not any(chunk.observer == name for chunk in plan.chunks):
-                num_filled = sum(fill.num_tokens for fill in plan.fills if fill.drafter == name)
-                self._chooser.filled(name, num_filled, result.draft_s.get(name, 0.0))
+        in_drafters = sum(result.propose_s.values()) + sum(result.observe_s.values())
+        prompts = {chunk.observer for chunk in plan.chunks}
+        filled: Counter[str] = Counter()
+        for fill in plan.fills:
+            filled[fill.drafter] += fill.num_tokens
+        draft_s = dict(result.propose_s)
+        for name, seconds in result.observe_s.items():  # what it takes to watch prompts and to catch up is not what drafts take
+            if name in filled and name not in prompts:
+                self._chooser.filled(name, filled[name], seconds)
+            elif name not in prompts and name in draft_s:
+                draft_s[name] += seconds
+        self._chooser.step_took(plan.num_tokens, num_nodes, result.device_s - in_drafters, draft_s)
         first = len(launched.sampled) - len(plan.rows)
         for request, row, accepted in zip(launched.sampled[first:], plan.rows, result.accept_lens[first:].tolist(), strict=True):
             if row.num_nodes and request.finish_reason is None:

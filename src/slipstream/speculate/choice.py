@@ -121,11 +121,11 @@ class Chooser(Protocol):
         ...
 
     def step_took(self, num_tokens: int, num_nodes: Mapping[str, int], step_s: float, draft_s: Mapping[str, float]) -> None:
-        """A step computed `num_tokens` tokens, of them `num_nodes` by drafter, in step_s seconds, of them draft_s by drafter."""
+        """A step computed `num_tokens` tokens, of them `num_nodes` by drafter, in step_s seconds and draft_s more by drafter."""
         ...
 
-    def filled(self, drafter: str, num_tokens: int, draft_s: float) -> None:
-        """A step in which `drafter` proposed nothing and caught up with `num_tokens` tokens took it draft_s seconds."""
+    def filled(self, drafter: str, num_tokens: int, fill_s: float) -> None:
+        """To catch up with `num_tokens` tokens took `drafter` fill_s seconds."""
         ...
 
     def draft_was(self, row: RowDrafting, drafter: str, num_accepted: int, num_nodes: int) -> None:
@@ -156,7 +156,7 @@ class Widest:
     def step_took(self, num_tokens: int, num_nodes: Mapping[str, int], step_s: float, draft_s: Mapping[str, float]) -> None:
         """Nothing to learn."""
 
-    def filled(self, drafter: str, num_tokens: int, draft_s: float) -> None:
+    def filled(self, drafter: str, num_tokens: int, fill_s: float) -> None:
         """Nothing to learn."""
 
     def draft_was(self, row: RowDrafting, drafter: str, num_accepted: int, num_nodes: int) -> None:

@@ -115,7 +115,7 @@ class Eagle:
         """Run the head over what the target computed and keeps; relay the first level of each row that sampled."""
         if taps is None:
             raise InvariantBroken(f"observe must get the states of layers {self.taps}, but got None")
-        seen = _Observed.of(ctx, verdict, self.depth, self._page_size)
+        seen = _Observed.of(ctx, verdict, self._page_size)
         states = self._head.states(taps.index_select(0, seen.taps))
         states = self._head.forward(seen.next_tokens, states, self._begin(seen.layout))
         if not len(ctx.slots):
@@ -185,9 +185,9 @@ class _Observed:
         self.taps, self.next_tokens, self.layout, self.last = taps, next_tokens, layout, last
 
     @classmethod
-    def of(cls, ctx: StepContext, verdict: Verdict, depth: int, page_size: int) -> _Observed:
-        """Index a step; `depth` is the drafter's."""
-        device = ctx.slots.device
+    def of(cls, ctx: StepContext, verdict: Verdict, page_size: int) -> _Observed:
+        """Index a step. A light drafter that stepped in may have gone deeper than the head would."""
+        device, depth = ctx.slots.device, verdict.path.shape[1] - 1
         chunks = ctx.chunks
         chunk_lens: tuple[int, ...] = () if chunks is None else chunks.lens
         num_last = 0 if chunks is None else sum(chunks.is_last)

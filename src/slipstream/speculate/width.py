@@ -97,15 +97,15 @@ class WidthModel:
         self._step = 0
 
     def step_took(self, num_tokens: int, num_nodes: Mapping[str, int], step_s: float, draft_s: Mapping[str, float]) -> None:
-        """A step computed `num_tokens` tokens, of them `num_nodes` by drafter, in step_s seconds, of them draft_s by drafter."""
-        self._step_s.add(num_tokens, step_s - sum(draft_s.values()))
+        """A step computed `num_tokens` tokens, of them `num_nodes` by drafter, in step_s seconds and draft_s more by drafter."""
+        self._step_s.add(num_tokens, step_s)
         for name, count in num_nodes.items():
             if count and name in draft_s:
                 self._draft_s[name].add(count, draft_s[name])
 
-    def filled(self, drafter: str, num_tokens: int, draft_s: float) -> None:
-        """A step in which `drafter` proposed nothing and caught up with `num_tokens` tokens took it draft_s seconds."""
-        self._fill_s[drafter].add(num_tokens, draft_s)
+    def filled(self, drafter: str, num_tokens: int, fill_s: float) -> None:
+        """To catch up with `num_tokens` tokens took `drafter` fill_s seconds."""
+        self._fill_s[drafter].add(num_tokens, fill_s)
 
     def draft_was(self, row: RowDrafting, drafter: str, num_accepted: int, num_nodes: int) -> None:
         """A row's draft of `num_nodes` nodes had `num_accepted` of its levels accepted."""
