@@ -16,7 +16,7 @@ from slipstream.cache.ledger import Holding, Ledger, Match
 from slipstream.cache.pages import pages_for
 from slipstream.engine import settle as settle_module
 from slipstream.engine.cut import Cut
-from slipstream.engine.plan import PageDelta, StepResult, VerifyRow
+from slipstream.engine.plan import StepResult, VerifyRow
 from slipstream.engine.request import Request
 from slipstream.engine.scheduler import Launched, Scheduler
 from slipstream.engine.settle import Settler
@@ -47,13 +47,12 @@ def late_stash() -> Iterator[None]:
 
 def stale_epoch() -> Iterator[None]:
     """A row of a slot that has changed hands goes out with the epoch of the slot's previous owner."""
-    row = Scheduler._row
+    verify_rows = Scheduler._verify_rows
 
-    def stale(self: Scheduler, request: Request, num_nodes: int, deltas: list[PageDelta]) -> VerifyRow:
-        planned = row(self, request, num_nodes, deltas)
-        return replace(planned, epoch=max(1, planned.epoch - 1))
+    def stale(self: Scheduler, *args: Any) -> list[VerifyRow]:
+        return [replace(row, epoch=max(1, row.epoch - 1)) for row in verify_rows(self, *args)]
 
-    with mock.patch.object(Scheduler, "_row", stale):
+    with mock.patch.object(Scheduler, "_verify_rows", stale):
         yield
 
 

@@ -18,6 +18,8 @@ from torch.nn import functional
 from slipstream.attention.base import BatchLayout
 from slipstream.attention.kv import KVCache
 
+KEYS_STEP = 32  # verify rows are given a multiple of so many keys
+
 
 class ReferenceBackend:
     """`AttentionBackend` in plain torch."""
@@ -157,7 +159,9 @@ def _plan_chunk(layout: BatchLayout, segment: int, start: int, stop: int, window
 def _plan_rows(layout: BatchLayout, start: int, groups: int, kv_heads: int, window: int | None, dtype: torch.dtype) -> _Rows:
     device, first = layout.segment.device, layout.num_chunks
     lens = layout.query_lens[first:]
-    num_rows, width, num_keys = len(lens), max(lens), max(layout.max_key_lens[first:])
+    num_rows, width = len(lens), max(lens)
+    # Each new shape is a new kernel, made on the spot and kept: without steps, one for every length that ever occurs.
+    num_keys = -(-max(layout.max_key_lens[first:]) // KEYS_STEP) * KEYS_STEP
 
     gather = scatter = None
     if min(lens) < width:
@@ -167,6 +171,7 @@ def _plan_rows(layout: BatchLayout, start: int, groups: int, kv_heads: int, wind
         scatter = torch.tensor([row * width + i for row, length in enumerate(lens) for i in range(length)], device=device)
 
     slots = layout.read_slots[first:, :num_keys]
+    slots = functional.pad(slots, (0, num_keys - slots.shape[1]))  # the padding page
     head = torch.arange(kv_heads, device=device)[:, None]
     fine = (slots[:, None] * kv_heads + head).flatten()
 

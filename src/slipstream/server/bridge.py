@@ -166,6 +166,10 @@ class EngineClient:
         # OpenMP's threads spin at barriers; beside a busy process a long spin burns the time slice the other thread needs.
         # It is read when torch is imported, so it can only be set from outside. Costs nothing on an idle machine.
         environment.setdefault("GOMP_SPINCOUNT", "1000")
+        # oneDNN keeps a prepared product, scratch memory and all, for every number of rows that ever occurs, up to 1,024 of them
+        # in each of two caches: half a gigabyte. A batch comes back to few.
+        environment.setdefault("LRU_CACHE_CAPACITY", "64")
+        environment.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
         self._process = await asyncio.create_subprocess_exec(
             sys.executable, "-P", "-m", "slipstream.server.engine_process", stdin=asyncio.subprocess.PIPE, env=environment
         )
