@@ -15,8 +15,10 @@ from slipstream.attention.kv import KVCache
 from slipstream.engine.device_state import DeviceState
 from slipstream.engine.plan import Chunk, StepPlan, VerifyRow
 from slipstream.engine.step_index import StepIndex
+from slipstream.errors import InvariantBroken
 from slipstream.relay import FutureMap, RelayPayload, Rows
 from slipstream.sampling.state import SamplingState
+from slipstream.speculate.accept import one_hot
 from slipstream.speculate.base import ChunkTokens, Draft, Drafter, StepContext, Verdict
 
 
@@ -91,6 +93,12 @@ class Drafting:
         planned = [plan.rows[i] for i in picked]
         ctx = self._context(planned, group, lengths.index_select(0, chosen))
         draft = self._drafters[name].propose(ctx, payload, max(row.num_nodes for row in planned))
+        if draft.probs is not None and (draft.parents is not None or draft.probs.shape[:2] != draft.tokens.shape):
+            kind = "a chain" if draft.parents is None else "a tree"
+            raise InvariantBroken(
+                f"what {name} draws at random must be a chain with a q for each node, but got {kind} of {tuple(draft.tokens.shape)} "
+                f"tokens with q of {tuple(draft.probs.shape)}"
+            )
         return chosen, payload.bonus_tokens, draft
 
     def _context(self, planned: Sequence[Chunk | VerifyRow], rows: Rows, lengths: Tensor) -> StepContext:
@@ -191,10 +199,17 @@ def _merged(groups: list[tuple[Tensor, Tensor, Draft]], num_rows: int, width: in
         chain = torch.arange(width, device=roots.device)
         each = [chain.expand_as(d.tokens) if d.parents is None else d.parents for d in drafts]
         parents = torch.cat(each).index_select(0, order)
+    given = [draft.probs for draft in drafts if draft.probs is not None]
+    probs = None
+    if given:
+        # What another drafter proposes was certain, and its q says so.
+        each = [one_hot(d.tokens, given[0].shape[2]) if d.probs is None else d.probs for d in drafts]
+        probs = torch.cat(each).index_select(0, order)
     return roots, Draft(
         tokens=torch.cat([draft.tokens for draft in drafts]).index_select(0, order),
         num_nodes=torch.cat([draft.num_nodes for draft in drafts]).index_select(0, order),
         parents=parents,
+        probs=probs,
     )
 
 
