@@ -96,8 +96,8 @@ class Drafting:
         if draft.probs is not None and (draft.parents is not None or draft.probs.shape[:2] != draft.tokens.shape):
             kind = "a chain" if draft.parents is None else "a tree"
             raise InvariantBroken(
-                f"what {name} draws at random must be a chain with a q for each node, but got {kind} of {tuple(draft.tokens.shape)} "
-                f"tokens with q of {tuple(draft.probs.shape)}"
+                f"what {name} draws at random must be a chain with a q for each node, but got {kind} of "
+                f"{tuple(draft.tokens.shape)} tokens with q of {tuple(draft.probs.shape)}"
             )
         return chosen, payload.bonus_tokens, draft
 

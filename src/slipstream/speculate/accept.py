@@ -10,11 +10,11 @@
 p is what plain decoding would draw from: after masks, bias, penalties, temperature and truncation, on the node's own path. All
 noise is a function of (seed, position) and of what it is for (`Noise`), so a row's tokens do not depend on its neighbours.
 
-A proposal that was certain, q(x) = 1, is accepted with probability p(x), and where it is refused a token is drawn from p without x.
+A proposal that was certain, q(x) = 1, is accepted with probability p(x); where it is refused a token is drawn from p without x.
 The target's own sample t, drawn from p, does both at one stroke: it is x with probability p(x), and where it is not, it is drawn
 from p without x. So what was not drawn at random is compared with t under `rejection` too: n-grams, trees, greedy rows, rows
 without a draft, and a q that is no distribution, as that of a sick draft model. That is exact whatever x is, and for several
-children of a node as well: one of them equals t, or none.
+children of a node as well: one of them equals t, or none. A lost q would cost acceptance, but no token.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class AcceptRule(Protocol):
     def accept(
         self, logits: Tensor, rows: SampledRows, sampling: RowSampling, masks: GrammarMasks | None, target: Tensor
     ) -> Accepted:
-        """Decide about every node. `target` [S, W + 1] int64 is the target's own sample at each; the others are those of `verify`."""
+        """Decide about every node. `target` [S, W + 1] int64: the target's own sample at each. The rest is as in `verify`."""
         ...
 
 

@@ -22,9 +22,7 @@ from slipstream.speculate.base import Verdict
 from slipstream.speculate.sampled_rows import SampledRows, counted_nodes, parents_of, sampling_nodes
 
 
-def verify(
-    logits: Tensor, rows: SampledRows, sampling: RowSampling, masks: GrammarMasks | None, rule: AcceptRule
-) -> Verdict:
+def verify(logits: Tensor, rows: SampledRows, sampling: RowSampling, masks: GrammarMasks | None, rule: AcceptRule) -> Verdict:
     """Sample the target's token at each node and keep the drafted path that the rule accepts.
 
     Args:
