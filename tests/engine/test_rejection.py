@@ -4,15 +4,22 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 from unittest import mock
 
 import numpy as np
 import pytest
+import torch
 
+import slipstream.testing.toy_grammar  # noqa: F401 - makes the kind "digits" known
 from slipstream.engine.runner import Runner
-from slipstream.speculate.accept import COUPLED
+from slipstream.errors import InvariantBroken
+from slipstream.relay import RelayPayload
+from slipstream.speculate.accept import one_hot
+from slipstream.speculate.base import Draft, StepContext
 from slipstream.speculate.draft_model import DraftModel
 from slipstream.speculate.ngram import NGram
+from slipstream.speculate.sampled_rows import SampledRows
 from slipstream.testing import drafters as d
 from slipstream.testing.hash_lm import HashLM
 from slipstream.testing.relaying import relaying
@@ -82,6 +89,7 @@ def test_drafters_that_draw_nothing_give_the_tokens_of_plain_decoding_at_any_tem
     jobs = [*GREEDY, *SEEDED]
     got = run(MODEL, jobs, lag=lag, chunk=64, drafters={name: CERTAIN[name]}, accept="rejection")
     assert_equal(got, reference(MODEL, jobs), (name, lag))
+    assert all(answer.error is None for answer in got)
 
 
 @pytest.mark.parametrize("family", ["hash", "llama"])
@@ -96,12 +104,13 @@ def test_the_target_itself_is_accepted_whole(family: str, lag: int, page_size: i
     assert all(answer.num_accepted >= answer.num_drafted - 3 for answer in got), [(a.num_drafted, a.num_accepted) for a in got]
     assert sum(answer.num_accepted for answer in got) > 0.6 * sum(len(answer.token_ids) for answer in got)
     if not lag:
-        forget_q = mock.patch.object(
-            Runner, "_sampled_rows", lambda *args: replace(found := sampled(*args), draft=no_q(found.draft))
-        )
         sampled = Runner._sampled_rows
-        no_q = lambda draft: replace(draft, probs=None)  # noqa: E731
-        with forget_q:
+
+        def without_q(*args: Any) -> SampledRows:
+            rows = sampled(*args)
+            return replace(rows, draft=replace(rows.draft, probs=None))
+
+        with mock.patch.object(Runner, "_sampled_rows", without_q):
             lost = run(model, jobs, drafters={"itself": DRAWN["itself"]}, **cell)
         assert sum(a.num_accepted for a in lost) < 0.5 * sum(a.num_drafted for a in lost), "a lost q must be seen"
 
@@ -172,17 +181,15 @@ def test_q_is_made_only_where_something_is_drawn(monkeypatch: pytest.MonkeyPatch
     assert any(seen)
 
 
+class DrawnTree(d.RandDrafter):
+    """A tree with a q."""
+
+    def propose(self, ctx: StepContext, payload: RelayPayload, width: int) -> Draft:
+        draft = super().propose(ctx, payload, width)
+        return replace(draft, probs=one_hot(draft.tokens, MODEL.vocab_size))
+
+
 def test_trees_that_are_drawn_at_random_are_refused() -> None:
-    def tree_with_q(target: object) -> object:
-        inner = d.rand_tree(3)(target)  # type: ignore[arg-type]
-        propose = inner.propose
-
-        def wrong(ctx: object, payload: object, width: int) -> object:
-            draft = propose(ctx, payload, width)  # type: ignore[arg-type]
-            return replace(draft, probs=COUPLED and draft.tokens[:, :, None].expand(-1, -1, 64).float())
-
-        inner.propose = wrong  # type: ignore[method-assign, assignment]
-        return inner
-
-    answers = run(MODEL, [SEEDED[0]], drafters={"wrong": tree_with_q}, accept="rejection")
-    assert answers[0].error is not None
+    shapes = torch.tensor([[0, 0, 1]])
+    with pytest.raises(InvariantBroken, match="must be a chain"):
+        run(MODEL, SEEDED[:1], drafters={"wrong": lambda target: DrawnTree(64, 3, shapes, 0)}, accept="rejection")
