@@ -13,9 +13,14 @@ PAGE = 4
 
 
 def ledger(
-    num_slots: int = 2, num_pages: int = 8, order: str = "oldest", caching: bool = True, num_host_pages: int = 0
+    num_slots: int = 2,
+    num_pages: int = 8,
+    order: str = "oldest",
+    caching: bool = True,
+    num_host_pages: int = 0,
+    shifted_kv: bool = False,
 ) -> Ledger:
-    return Ledger(num_slots, num_pages, PAGE, 2, order, caching, num_host_pages)  # type: ignore[arg-type]
+    return Ledger(num_slots, num_pages, PAGE, 2, order, caching, num_host_pages, shifted_kv)  # type: ignore[arg-type]
 
 
 def admit(books: Ledger, num_tokens: int, match: Match = NO_MATCH, salt: str = "", drafter: str = "d") -> Holding:
@@ -23,7 +28,7 @@ def admit(books: Ledger, num_tokens: int, match: Match = NO_MATCH, salt: str = "
 
 
 def look(books: Ledger, tokens: Sequence[int], salt: str = "", **how: object) -> Match:
-    return books.match(salt, tokens, "d", **{"shifted_kv": False, **how})  # type: ignore[arg-type]
+    return books.match(salt, tokens, "d", **how)  # type: ignore[arg-type]
 
 
 def finish(books: Ledger, holding: Holding, tokens: Sequence[int], salt: str = "") -> None:
@@ -198,29 +203,46 @@ def test_a_sibling_copies_the_page_that_is_still_being_written() -> None:
     assert look(books, range(6)).computed_len == 4
 
 
-def test_shifted_draft_kv_leaves_the_last_matched_token_to_compute() -> None:
-    books = ledger()
-    finish(books, admit(books, 8), range(8))
-    found = look(books, [*range(8), 99], shifted_kv=True)
-    assert (ids(found), found.copied, found.computed_len) == ([2], 3, 7)
+def test_shifted_draft_kv_is_shared_by_those_who_go_on_with_the_same_token() -> None:
+    books = ledger(shifted_kv=True)
+    finish(books, admit(books, 9), range(9))
+    assert look(books, [*range(8), 8, 99]).computed_len == 8
+    found = look(books, [*range(8), 99])
+    assert (ids(found), found.copied, found.computed_len) == ([2], None, 4)
+    other = admit(books, 13, found)
+    books.cache(other, [*range(8), *range(99, 104)], 12)
+    assert look(books, [*range(8), *range(99, 104)]).computed_len == 12, "what comes behind the fork is cached too"
+    assert look(books, [*range(8), 8, 99]).computed_len == 8
+    assert look(books, range(8)).computed_len == 4, "what comes behind the second page is not known"
+    books.release(other)
+    books.check_balanced()
+
+
+def test_a_shifted_page_is_cached_once_the_token_behind_it_is_known() -> None:
+    books = ledger(shifted_kv=True)
+    holding = admit(books, 8)
+    books.cache(holding, range(8), 8)
+    assert look(books, range(9)).computed_len == 4
+    books.cache(holding, range(9), 8)
+    assert look(books, range(9)).computed_len == 8
 
 
 def test_pages_of_another_drafter_count_for_the_target_alone() -> None:
     books = ledger()
     finish(books, admit(books, 8), range(8))
-    found = books.match("", range(13), "other", shifted_kv=False)
+    found = books.match("", range(13), "other")
     assert (found.computed_len, found.draft_from) == (8, 8)
     holding = admit(books, 13, found, drafter="other")
     books.cache(holding, range(13), 12)
-    assert books.match("", range(13), "d", shifted_kv=False).draft_from == 12
-    assert books.match("", range(9), "d", shifted_kv=False).draft_from == 0
+    assert books.match("", range(13), "d").draft_from == 12
+    assert books.match("", range(9), "d").draft_from == 0
 
 
 def test_a_copy_of_another_drafters_page_is_nobodys() -> None:
     """Its own drafter goes on in the middle of the page; once the original is evicted, the copy must not pass for its own."""
     books = ledger(num_pages=4)
     finish(books, admit(books, 8), range(8))
-    found = books.match("", range(8), "other", shifted_kv=False)
+    found = books.match("", range(8), "other")
     assert (ids(found), found.copied, found.computed_len, found.draft_from) == ([2], 3, 7, 7)
     holding = admit(books, 8, found, drafter="other")
     books.launch(holding)
@@ -229,15 +251,15 @@ def test_a_copy_of_another_drafters_page_is_nobodys() -> None:
     books.cache(holding, range(8), 8)
     books.release(other)
     books.release(holding)
-    assert ids(books.match("", range(9), "other", shifted_kv=False)) == holding.table.pages
-    assert books.match("", range(9), "other", shifted_kv=False).draft_from == 8
+    assert ids(books.match("", range(9), "other")) == holding.table.pages
+    assert books.match("", range(9), "other").draft_from == 8
 
 
 def test_a_siblings_page_of_another_drafter_counts_for_the_target_alone() -> None:
     books = ledger()
     first = admit(books, 7)
     books.cache(first, range(7), 7)
-    found = books.match("", range(7), "other", shifted_kv=False, sibling=first)
+    found = books.match("", range(7), "other", sibling=first)
     assert (found.computed_len, found.draft_from) == (6, 6)
 
 

@@ -22,12 +22,18 @@ from slipstream.frontend.model_info import ModelInfo
 from slipstream.frontend.prepare import Frontend
 from slipstream.llm import LLM
 from slipstream.models.base import CausalLM
+from slipstream.speculate.base import Drafter
 from slipstream.speculate.draft_model import DraftModel
+from slipstream.speculate.eagle import Eagle
 from slipstream.speculate.off import Off
+from slipstream.speculate.registry import Target
 from slipstream.testing import drafters as d
 from slipstream.testing.byte_tokenizer import ByteTokenizer
+from slipstream.testing.hash_head import HashHead
+from slipstream.testing.hash_lm import HashLM
 from slipstream.types import RequestOutput, SamplingParams
 from tests.engine.harness import Answer, DrafterFactory, Job, make_engine, reference
+from tests.speculate.eagle_heads import eagle
 
 MODES: dict[str, Callable[[int], DrafterFactory]] = {
     "self_chain": lambda k: d.self_chain(k),
@@ -36,6 +42,13 @@ MODES: dict[str, Callable[[int], DrafterFactory]] = {
     "draft_model": lambda k: lambda target: DraftModel(target.model, target, k),
 }
 WITH_OFF = {"off": lambda k: lambda target: Off(), **MODES}
+# EAGLE's head is right on HashLM, and what wraps it; on a real model it is a random one, and nothing is accepted.
+EAGLE_MODES: dict[str, Callable[[int], DrafterFactory]] = {
+    "eagle_chain": lambda k: eagle_mode(1, k, k),
+    "eagle_tree": lambda k: eagle_mode(3, k, k + 2 if k > 1 else 3),
+}
+WITH_EAGLE = {**MODES, **EAGLE_MODES}
+EVERY_MODE = {**WITH_OFF, **EAGLE_MODES}
 PRINTABLE = tuple(range(32, 127))
 FAVOUR = 100.0  # above any logit, bias and noise of the models here
 
@@ -60,16 +73,16 @@ class Parrot:
         self.vocab_size, self.context_len, self.dtype = base.vocab_size, base.context_len, base.dtype
         self.num_layers, self.kv_layers = base.num_layers, base.kv_layers
         self.hidden_size = base.hidden_size + 1  # the last one is the position
-        self._base = base
+        self.base = base
         self._script = torch.tensor([*script, 0])  # behind the last position nothing is sampled
 
     def forward(self, tokens: Tensor, attention: AttentionStep, taps: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
-        hidden, tapped = self._base.forward(tokens, attention, taps)
+        hidden, tapped = self.base.forward(tokens, attention, taps)
         return torch.cat([hidden, attention.layout.positions[:, None].to(hidden.dtype)], 1), tapped
 
     def logits(self, hidden: Tensor) -> Tensor:
         preferred = self._script[hidden[:, -1].long() + 1]
-        logits = self._base.logits(hidden[:, :-1])
+        logits = self.base.logits(hidden[:, :-1])
         return logits.scatter_add(1, preferred[:, None], torch.full_like(logits[:, :1], FAVOUR))
 
 
@@ -87,21 +100,46 @@ class Counter:
         self.num_layers, self.kv_layers = base.num_layers, base.kv_layers
         self.hidden_size = base.hidden_size + 1  # the last one is the input token
         self.least, self.greatest = torch.tensor(0), torch.tensor(0)
-        self._base = base
+        self.base = base
 
     def forward(self, tokens: Tensor, attention: AttentionStep, taps: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
         self.least, self.greatest = torch.minimum(self.least, tokens.min()), torch.maximum(self.greatest, tokens.max())
-        hidden, tapped = self._base.forward(tokens, attention, taps)
+        hidden, tapped = self.base.forward(tokens, attention, taps)
         return torch.cat([hidden, tokens[:, None].to(hidden.dtype)], 1), tapped
 
     def logits(self, hidden: Tensor) -> Tensor:
         preferred = (hidden[:, -1].long() + 1) % self.vocab_size
-        logits = self._base.logits(hidden[:, :-1])
+        logits = self.base.logits(hidden[:, :-1])
         return logits.scatter_add(1, preferred[:, None], torch.full_like(logits[:, :1], FAVOUR))
 
     def assert_known_ids(self) -> None:
         """That all tokens it was ever given are of its vocabulary."""
         assert int(self.least) >= 0 and int(self.greatest) < self.vocab_size, (self.least, self.greatest)
+
+
+class WrappedHead(HashHead):
+    """HashHead for a model that wraps HashLM and looks at one number more besides the hidden state."""
+
+    def __init__(self, model: Parrot | Counter, base: HashLM) -> None:
+        super().__init__(base)
+        self._outer = model
+        self._column = 1 if isinstance(model, Counter) else 2  # of the head's states: the token, or the position
+
+    def logits(self, states: Tensor) -> Tensor:
+        return self._outer.logits(states[:, [0, self._column]])
+
+
+def eagle_mode(topk: int, steps: int, draft_tokens: int) -> DrafterFactory:
+    """EAGLE for any target of these cases."""
+
+    def make(target: Target) -> Drafter:
+        model = target.model
+        if isinstance(model, (Parrot, Counter)):
+            assert isinstance(model.base, HashLM)
+            return Eagle(WrappedHead(model, model.base), target, topk, steps, draft_tokens)
+        return eagle(topk, steps, draft_tokens)(target)
+
+    return make
 
 
 @dataclass

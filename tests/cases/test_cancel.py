@@ -10,10 +10,10 @@ import slipstream.testing.toy_grammar  # noqa: F401 - makes the kind "digits" kn
 from slipstream.models.base import CausalLM
 from slipstream.testing.hash_lm import HashLM
 from slipstream.types import FinishReason
-from tests.cases.stage import MODES, WITH_OFF, Watch, greedy
+from tests.cases.stage import EVERY_MODE, MODES, Watch, greedy
 from tests.engine.harness import Answer, Job, assert_equal, collect, drain, make_engine, reference
 
-each_mode_and_off = pytest.mark.parametrize("mode", WITH_OFF)
+each_mode_and_off = pytest.mark.parametrize("mode", EVERY_MODE)
 STAGES = ("queued", "prefilling", "first", "running")
 
 
@@ -26,7 +26,7 @@ def test_s27_cancelled_at_every_stage(mode: str, stage: str, victim: str) -> Non
     dying, other = ("plain", "grammar") if victim == "plain" else ("grammar", "plain")
     jobs = {"r10": requests["bystander"], "other": requests[other], "r1": requests[dying]}
     batch = 2 if stage == "queued" else 3
-    engine = make_engine(model, lag=1, batch=batch, chunk=24, eos=(), drafters={mode: WITH_OFF[mode](3)})
+    engine = make_engine(model, lag=1, batch=batch, chunk=24, eos=(), drafters={mode: EVERY_MODE[mode](3)})
     answers: dict[str, Answer] = {}
     try:
         for name, job in jobs.items():
@@ -84,7 +84,7 @@ def step_until(stage: str, step, said, engine) -> None:  # type: ignore[no-untyp
 @each_mode_and_off
 def test_s27_nothing_runs_on_behind_a_cancel(mode: str) -> None:
     """A lone request, cancelled in the middle of its answer, leaves nothing behind after the step in flight."""
-    engine = make_engine(HashLM(vocab_size=64, context_len=512), lag=1, eos=(), drafters={mode: WITH_OFF[mode](7)})
+    engine = make_engine(HashLM(vocab_size=64, context_len=512), lag=1, eos=(), drafters={mode: EVERY_MODE[mode](7)})
     answers: dict[str, Answer] = {}
     try:
         engine.add(Job((1, 2, 3), greedy(400)).request("lone"))

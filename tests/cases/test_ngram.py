@@ -14,7 +14,7 @@ from slipstream.speculate.ngram import NGram
 from slipstream.testing.hash_lm import HashLM
 from slipstream.testing.tiny import tiny_model
 from slipstream.types import FinishReason, SamplingParams
-from tests.cases.stage import MODES, Parrot, Watch, generated, greedy, streamed, text_ids
+from tests.cases.stage import WITH_EAGLE, Parrot, Watch, generated, greedy, streamed, text_ids
 from tests.engine.harness import EOS, Answer, DrafterFactory, Job, assert_equal, collect, drain, make_engine, reference, run
 
 LINE = "alpha beta gamma delta epsilon\n"
@@ -161,13 +161,13 @@ def test_s23_a_slots_next_owner_sees_nothing_of_the_one_before(lag: int) -> None
 
 
 @pytest.mark.parametrize("k", [1, 3, 4, 5, 7])
-@pytest.mark.parametrize("mode", ["ngram", *MODES])
+@pytest.mark.parametrize("mode", ["ngram", *WITH_EAGLE])
 def test_s28_every_depth_at_every_concurrency(mode: str, k: int) -> None:
     """1, 2, 4 and 8 requests of very different lengths, overlapped: each equals the oracle and never stops making progress."""
     model, jobs, wanted = of_all_lengths()
     for concurrency in (1, 2, 4, 8):
         watch = Watch()
-        drafter = ngram(k) if mode == "ngram" else {mode: MODES[mode](k)}
+        drafter = ngram(k) if mode == "ngram" else {mode: WITH_EAGLE[mode](k)}
         got = run(model, jobs[:concurrency], lag=1, batch=concurrency, drafters=drafter, executor=watch.over())
         assert_equal(got, wanted[:concurrency], (mode, k, concurrency))
         assert all(min(committed[:-1], default=1) >= 1 for committed in watch.runs.values())

@@ -14,10 +14,10 @@ from slipstream.engine.loop import Engine
 from slipstream.models.base import CausalLM
 from slipstream.testing.hash_lm import HashLM
 from slipstream.types import FinishReason
-from tests.cases.stage import WITH_OFF, Counter, Watch, greedy
+from tests.cases.stage import EVERY_MODE, Counter, Watch, greedy
 from tests.engine.harness import Answer, Job, assert_equal, collect, drain, make_engine, reference
 
-each_mode = pytest.mark.parametrize("mode", WITH_OFF)
+each_mode = pytest.mark.parametrize("mode", EVERY_MODE)
 each_lag = pytest.mark.parametrize("lag", [0, 1])
 HASH = HashLM(vocab_size=64, context_len=512)
 
@@ -32,16 +32,27 @@ def in_common(one: Sequence[int], other: Sequence[int]) -> int:
     return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
+def remembered(engine: Engine, prompt: Sequence[int], said: Sequence[int]) -> tuple[int, ...]:
+    """What `found_by_rule` must know of a request: what stays of it, and the token behind where draft KV depends on that."""
+    return (*prompt, *said) if engine.scheduler.ledger.shifted_kv else kept(engine, prompt, said)
+
+
 def kept(engine: Engine, prompt: Sequence[int], said: Sequence[int]) -> tuple[int, ...]:
     """What stays of a request: its prompt and its answer but for the last token, less what a drafter's KV may lag behind."""
-    behind = 1 + engine.scheduler._limits.kv_behind
+    behind = 1 + max(shape.kv_behind for shape in engine.scheduler._shapes.values())
     return (*prompt, *said[: max(len(said) - behind, 0)])
 
 
-def found_by_rule(prompt: Sequence[int], computed: Sequence[Sequence[int]], page_size: int) -> int:
-    """The rule: the whole pages the prompt has in common with what was computed, but its last token must be computed."""
-    most = max((in_common(prompt, each) for each in computed), default=0) // page_size * page_size
-    return min(most, len(prompt) - 1)
+def found_by_rule(engine: Engine, prompt: Sequence[int], computed: Sequence[Sequence[int]]) -> int:
+    """The rule: the whole pages the prompt has in common with what was computed, but its last token must be computed.
+
+    Where draft KV depends on the token behind, the prompt must have that token of each page in common too.
+    """
+    ledger = engine.scheduler.ledger
+    most = max((in_common(prompt, each) for each in computed), default=0)
+    if ledger.shifted_kv:
+        most = max(most - 1, 0)
+    return min(most // ledger.page_size * ledger.page_size, len(prompt) - 1)
 
 
 # S22
@@ -51,7 +62,7 @@ def found_by_rule(prompt: Sequence[int], computed: Sequence[Sequence[int]], page
 @each_mode
 def test_s22_cancelled_while_others_read_its_prefix(mode: str, num_pages: int, num_rounds: int) -> None:
     """Rounds: of three with one prefix the first is cancelled, and at once two more come. All others answer as if alone."""
-    cell = {"chunk": 64, "num_pages": num_pages, "drafters": {mode: WITH_OFF[mode](3)}, "admission_headroom_tokens": 0}
+    cell = {"chunk": 64, "num_pages": num_pages, "drafters": {mode: EVERY_MODE[mode](3)}, "admission_headroom_tokens": 0}
     engine = make_engine(HASH, lag=1, eos=(), **cell)  # type: ignore[arg-type]
     rounds_of_s22(engine, num_rounds, mode)
     stats = engine.stats()
@@ -61,7 +72,7 @@ def test_s22_cancelled_while_others_read_its_prefix(mode: str, num_pages: int, n
 
 @each_mode
 def test_s22_the_control_has_no_cache(mode: str) -> None:
-    engine = make_engine(HASH, lag=1, chunk=64, eos=(), drafters={mode: WITH_OFF[mode](3)}, enable_prefix_caching=False)
+    engine = make_engine(HASH, lag=1, chunk=64, eos=(), drafters={mode: EVERY_MODE[mode](3)}, enable_prefix_caching=False)
     rounds_of_s22(engine, 3, mode)
     assert engine.stats().num_cached_tokens == 0
 
@@ -114,7 +125,7 @@ def test_s25_the_steps_behind_the_end_leave_nothing(mode: str, page_size: int, e
                 lag=lag,
                 page_size=page_size,
                 eos=(last,) if end == "eos" else (),
-                drafters={mode: WITH_OFF[mode](7)},
+                drafters={mode: EVERY_MODE[mode](7)},
                 executor=watch.over(),
             )
             answers: dict[str, Answer] = {}
@@ -144,7 +155,7 @@ def test_s25_the_steps_behind_the_end_leave_nothing(mode: str, page_size: int, e
 @each_mode
 def test_s25_the_continuation_is_that_of_a_cold_engine(mode: str, lag: int, page_size: int) -> None:
     """Turns of a talk, on answers that depend on all KV: each prompt is all there was before and four ids more."""
-    engine = make_engine(HASH, lag=lag, page_size=page_size, eos=(), drafters={mode: WITH_OFF[mode](7)})
+    engine = make_engine(HASH, lag=lag, page_size=page_size, eos=(), drafters={mode: EVERY_MODE[mode](7)})
     asked, wanted = talk()
     computed: list[tuple[int, ...]] = []
     try:
@@ -153,8 +164,8 @@ def test_s25_the_continuation_is_that_of_a_cold_engine(mode: str, lag: int, page
             engine.add(job.request("turn"))
             drain(engine, answers)
             assert_equal([answers["turn"]], [answer], (mode, lag, page_size))
-            assert answers["turn"].num_cached_tokens == found_by_rule(job.prompt, computed, page_size)
-            computed.append(kept(engine, job.prompt, answer.token_ids))
+            assert answers["turn"].num_cached_tokens == found_by_rule(engine, job.prompt, computed)
+            computed.append(remembered(engine, job.prompt, answer.token_ids))
     finally:
         engine.close()
 
@@ -178,7 +189,7 @@ def talk() -> tuple[list[Job], list[Answer]]:
 @each_mode
 def test_k02_a_cached_prefix_of_exactly_a_page(mode: str, page_size: int) -> None:
     """Cached prompts around one page and two; then, at once, continuations of them and two strangers. Twenty rounds."""
-    engine = make_engine(HASH, lag=1, page_size=page_size, chunk=48, eos=(), drafters={mode: WITH_OFF[mode](3)})
+    engine = make_engine(HASH, lag=1, page_size=page_size, chunk=48, eos=(), drafters={mode: EVERY_MODE[mode](3)})
     stems, rounds = around_a_page(page_size)
     computed: list[tuple[int, ...]] = []
     exact = 0
@@ -188,7 +199,7 @@ def test_k02_a_cached_prefix_of_exactly_a_page(mode: str, page_size: int) -> Non
             engine.add(job.request(f"stem{number}"))
             drain(engine, answers)
             assert_equal([answers[f"stem{number}"]], [answer], (mode, page_size))
-            computed.append(kept(engine, job.prompt, answer.token_ids))
+            computed.append(remembered(engine, job.prompt, answer.token_ids))
         for turn, (jobs, wanted) in enumerate(rounds * (20 // len(rounds))):
             answers = {}
             for number, job in enumerate(jobs):
@@ -196,10 +207,10 @@ def test_k02_a_cached_prefix_of_exactly_a_page(mode: str, page_size: int) -> Non
             drain(engine, answers)
             got = [answers[f"r{number}"] for number in range(len(jobs))]
             assert_equal(got, wanted, (mode, page_size, turn))
-            expected = [found_by_rule(job.prompt, computed, page_size) for job in jobs]
+            expected = [found_by_rule(engine, job.prompt, computed) for job in jobs]
             assert [each.num_cached_tokens for each in got] == expected, (mode, page_size, turn)
             exact += sum(each.num_cached_tokens == page_size for each in got)
-            computed += [kept(engine, job.prompt, answer.token_ids) for job, answer in zip(jobs, wanted, strict=True)]
+            computed += [remembered(engine, job.prompt, answer.token_ids) for job, answer in zip(jobs, wanted, strict=True)]
     finally:
         engine.close()
     assert exact >= 2 * len(rounds), "a cached prefix must have been one page exactly, again and again"
@@ -231,7 +242,7 @@ def around_a_page(page_size: int) -> tuple[list[tuple[Job, Answer]], list[tuple[
 def test_k06_aborted_in_the_middle_of_a_prompt(mode: str, lag: int, caching: bool) -> None:
     """A prompt of 2,000 in chunks of 64, aborted at twenty places, beside a long answer; in the end it is asked in earnest."""
     model, prompt, beside, wanted = long_prompt()
-    engine = make_engine(model, lag=lag, chunk=64, eos=(), drafters={mode: WITH_OFF[mode](3)}, enable_prefix_caching=caching)
+    engine = make_engine(model, lag=lag, chunk=64, eos=(), drafters={mode: EVERY_MODE[mode](3)}, enable_prefix_caching=caching)
     answers: dict[str, Answer] = {}
     aborted = 0
     try:

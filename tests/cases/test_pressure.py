@@ -18,10 +18,10 @@ from slipstream.testing.adversarial import AdversarialExecutor
 from slipstream.testing.hash_lm import HashLM
 from slipstream.testing.tiny import tiny_model
 from slipstream.types import FinishReason
-from tests.cases.stage import WITH_OFF, Counter, Watch, assert_drafts_count, greedy
+from tests.cases.stage import EAGLE_MODES, EVERY_MODE, Counter, Watch, assert_drafts_count, greedy
 from tests.engine.harness import Answer, Job, assert_equal, collect, drain, make_engine, reference
 
-each_mode = pytest.mark.parametrize("mode", WITH_OFF)
+each_mode = pytest.mark.parametrize("mode", EVERY_MODE)
 each_lag = pytest.mark.parametrize("lag", [0, 1])
 each_page_size = pytest.mark.parametrize("page_size", [1, 16])
 HASH = HashLM(vocab_size=64, context_len=512)
@@ -76,7 +76,7 @@ def test_s11_nothing_twice_and_nothing_lost(mode: str, lag: int, page_size: int,
         page_size=page_size,
         eos=(),
         num_pages=pages_for(3 * count + 30, page_size),
-        drafters={mode: WITH_OFF[mode](7)},
+        drafters={mode: EVERY_MODE[mode](7)},
         admission_headroom_tokens=0,
         enable_prefix_caching=caching,
     )
@@ -101,7 +101,7 @@ def test_s11_whenever_the_results_come(mode: str, mood: str) -> None:
         page_size=4,
         eos=(),
         num_pages=pages_for(3 * 50, 4),
-        drafters={mode: WITH_OFF[mode](3)},
+        drafters={mode: EVERY_MODE[mode](3)},
         executor=AdversarialExecutor.factory(11, mood),
         admission_headroom_tokens=0,
     )
@@ -166,7 +166,7 @@ def leavers(mode: str, jobs: list[Job], abort: Leaver | None = None) -> Leavers:
     """Run the jobs at lag 1 in a pool that is too small. `abort`: one to cancel in the step in which it is told to go."""
     model = Counter(HashLM(vocab_size=512, context_len=256))
     engine = make_engine(
-        model, lag=1, page_size=4, eos=(), num_pages=53, drafters={mode: WITH_OFF[mode](3)}, admission_headroom_tokens=0
+        model, lag=1, page_size=4, eos=(), num_pages=53, drafters={mode: EVERY_MODE[mode](3)}, admission_headroom_tokens=0
     )
     found: list[Leaver] = []
     going: dict[str, Leaver] = {}
@@ -206,7 +206,8 @@ def leavers(mode: str, jobs: list[Job], abort: Leaver | None = None) -> Leavers:
 def test_k01_one_request_fills_the_pool(mode: str, lag: int, page_size: int) -> None:
     """Pool of N, prompt N/2: more than the pool is refused with the numbers, no bound ends at N, exactly N is N. And it lives."""
     n, prompt = 128, tuple(i * i % 61 for i in range(64))
-    engine = make_engine(HASH, lag=lag, page_size=page_size, eos=(), num_pages=n // page_size, drafters={mode: WITH_OFF[mode](7)})
+    drafters = {mode: EVERY_MODE[mode](7)}
+    engine = make_engine(HASH, lag=lag, page_size=page_size, eos=(), num_pages=n // page_size, drafters=drafters)
     answers: dict[str, Answer] = {}
     try:
         for name, max_tokens in (("too much", n), ("no bound", None), ("all of it", n // 2), ("alive", 1)):
@@ -243,7 +244,7 @@ def test_k01_six_requests_of_a_quarter_of_the_pool(mode: str, family: str, lag: 
         page_size=page_size,
         eos=(),
         num_pages=256 // page_size,
-        drafters={mode: WITH_OFF[mode](7)},
+        drafters={mode: EVERY_MODE[mode](7)},
         executor=watch.over(),
         admission_headroom_tokens=0,
     )
@@ -253,7 +254,7 @@ def test_k01_six_requests_of_a_quarter_of_the_pool(mode: str, family: str, lag: 
     assert sum(answer.num_retractions for answer in outcome.answers) == outcome.stats.num_retractions
     assert outcome.answers[0].num_retractions == 0, "who came first is never retracted"
     assert len({part.slot for plan in watch.plans for part in plan.parts}) == 6, "all six must have run"
-    if mode != "off":
+    if mode != "off" and not (mode in EAGLE_MODES and family == "llama"):
         assert_drafts_count(mode, outcome.answers, at_least=0.3)
 
 

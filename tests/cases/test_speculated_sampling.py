@@ -12,9 +12,10 @@ from slipstream.testing.hash_lm import HashLM
 from slipstream.testing.tiny import tiny_model
 from slipstream.types import FinishReason, SamplingParams
 from tests.cases.stage import (
+    EVERY_MODE,
     MODES,
     PRINTABLE,
-    WITH_OFF,
+    WITH_EAGLE,
     Parrot,
     Watch,
     assert_drafts_count,
@@ -28,7 +29,8 @@ from tests.engine.harness import EOS, Answer, Job, assert_equal, reference, run
 
 MOO = "Say moo again and again: moo moo"
 each_mode = pytest.mark.parametrize("mode", MODES)
-each_mode_and_off = pytest.mark.parametrize("mode", WITH_OFF)
+each_mode_with_eagle = pytest.mark.parametrize("mode", WITH_EAGLE)
+each_mode_and_off = pytest.mark.parametrize("mode", EVERY_MODE)
 each_lag = pytest.mark.parametrize("lag", [0, 1])
 
 # S17
@@ -58,7 +60,7 @@ def test_s17_penalties_advance_with_every_token(mode: str, lag: int, penalty: st
 
 
 @each_lag
-@each_mode
+@each_mode_with_eagle
 def test_s17_min_tokens_ends_at_its_token(mode: str, lag: int) -> None:
     """EOS is the favourite from token 3 on and forbidden for 20 tokens: it comes as token 21, not later and not earlier."""
     base = HashLM(vocab_size=64, context_len=128)
@@ -67,7 +69,7 @@ def test_s17_min_tokens_ends_at_its_token(mode: str, lag: int) -> None:
     model = Parrot(base, script)
     jobs = [Job(prompt, greedy(60, min_tokens=20)), Job(prompt, greedy(60)), Job(prompt, greedy(60, min_tokens=2))]
     watch = Watch()
-    got = run(model, jobs, lag=lag, drafters={mode: MODES[mode](7)}, executor=watch.over())
+    got = run(model, jobs, lag=lag, drafters={mode: WITH_EAGLE[mode](7)}, executor=watch.over())
     assert_equal(got, reference(model, jobs), (mode, lag))
     assert [len(answer.token_ids) for answer in got] == [21, 3, 3]
     for answer in got:
@@ -98,7 +100,7 @@ def test_s17_min_tokens_on_a_real_model(mode: str, lag: int) -> None:
 def test_s19_unseeded_requests_have_streams_of_their_own(mode: str) -> None:
     """Sixteen times the same prompt, one after the other and at once: unseeded all differ, with a seed none do."""
     model = tiny_model("llama")
-    cell = {"lag": 1, "eos": (), "batch": 16, "drafters": {mode: WITH_OFF[mode](3)}}
+    cell = {"lag": 1, "eos": (), "batch": 16, "drafters": {mode: EVERY_MODE[mode](3)}}
     sampled = SamplingParams(max_tokens=12, allowed_token_ids=PRINTABLE)
     seeded = SamplingParams(max_tokens=12, allowed_token_ids=PRINTABLE, seed=5)
     # A new engine for each half: what an engine draws must not start over when the server does.
@@ -207,7 +209,7 @@ def test_s26_penalties_know_the_newest_token(mode: str, penalty: dict[str, float
     model = HashLM(vocab_size=64, context_len=128)
     prompts = [(9 + n, 20, 30) for n in range(6)]
     jobs = [Job(prompt, greedy(40, allowed_token_ids=FEW, **penalty)) for prompt in prompts]
-    got = run(model, jobs, lag=1, eos=(), drafters={mode: WITH_OFF[mode](3)})
+    got = run(model, jobs, lag=1, eos=(), drafters={mode: EVERY_MODE[mode](3)})
     alone = run(model, jobs, lag=0, eos=())
     assert_equal(got, alone, (mode, penalty))
     free = run(model, [Job(prompt, greedy(40, allowed_token_ids=FEW)) for prompt in prompts], lag=0, eos=())
@@ -222,7 +224,7 @@ def test_s26_a_banned_word_of_two_tokens(mode: str) -> None:
     free = oracle(model, Job(text_ids(MOO), greedy(40, allowed_token_ids=PRINTABLE)))
     first, second = free.token_ids[11:13]
     job = Job(text_ids(MOO), greedy(40, allowed_token_ids=PRINTABLE), bad_word_ids=((first, second),))
-    got = run(model, [job], lag=1, eos=(), drafters={mode: WITH_OFF[mode](7)})
+    got = run(model, [job], lag=1, eos=(), drafters={mode: EVERY_MODE[mode](7)})
     assert_equal(got, run(model, [job], lag=0, eos=()), mode)
     answer = got[0].token_ids
     assert answer[:12] == free.token_ids[:12] and answer[12] != second, "the word must be what the model wanted to say"
@@ -236,7 +238,7 @@ def test_s26_a_banned_word_as_text(mode: str) -> None:
     free = generated(model, [MOO], greedy(40, allowed_token_ids=PRINTABLE))[0].outputs[0].text
     word = next(free[n : n + 2] for n in range(10, 30) if " " not in free[n : n + 2] and free.find(free[n : n + 2]) == n)
     params = greedy(40, allowed_token_ids=PRINTABLE, bad_words=(word,))
-    cell = {"lag": 1, "drafters": {mode: WITH_OFF[mode](7)}}
+    cell = {"lag": 1, "drafters": {mode: EVERY_MODE[mode](7)}}
     got = generated(model, [MOO], params, **cell)[0].outputs[0]
     assert word in free and word not in got.text and len(got.text) == 40
     assert got == generated(model, [MOO], params)[0].outputs[0]
@@ -249,5 +251,5 @@ def test_s26_a_stop_string_over_several_tokens(mode: str) -> None:
     free = generated(model, [MOO], greedy(40, allowed_token_ids=PRINTABLE))[0].outputs[0]
     at = next(n for n in range(12, 30) if free.text.find(free.text[n - 3 : n]) == n - 3)
     params = greedy(40, allowed_token_ids=PRINTABLE, stop=(free.text[at - 3 : at],), repetition_penalty=1.0)
-    got = generated(model, [MOO], params, lag=1, drafters={mode: WITH_OFF[mode](7)})[0].outputs[0]
+    got = generated(model, [MOO], params, lag=1, drafters={mode: EVERY_MODE[mode](7)})[0].outputs[0]
     assert (got.text, got.token_ids, got.finish_reason) == (free.text[: at - 3], free.token_ids[:at], "stop")

@@ -15,9 +15,11 @@ from slipstream.testing.hash_lm import HashLM
 from slipstream.testing.tiny import tiny_model
 from slipstream.types import FinishReason, SamplingParams
 from tests.cases.stage import (
+    EAGLE_MODES,
+    EVERY_MODE,
     MODES,
     PRINTABLE,
-    WITH_OFF,
+    WITH_EAGLE,
     Parrot,
     Watch,
     assert_drafts_count,
@@ -33,7 +35,8 @@ LINE = "alpha beta gamma delta epsilon"
 TWENTY_LINES = "\n".join([LINE] * 20)
 QUESTION = "Hello, how are you?"
 each_mode = pytest.mark.parametrize("mode", MODES)
-each_mode_and_off = pytest.mark.parametrize("mode", WITH_OFF)
+each_mode_with_eagle = pytest.mark.parametrize("mode", WITH_EAGLE)
+each_mode_and_off = pytest.mark.parametrize("mode", EVERY_MODE)
 each_lag = pytest.mark.parametrize("lag", [0, 1])
 each_end = pytest.mark.parametrize("end", ["eos", "stop"])
 
@@ -108,13 +111,13 @@ def wanted_of_s01(end: str) -> list[Answer]:
 
 @pytest.mark.parametrize("kept", [False, True], ids=["left out", "kept"])
 @each_lag
-@each_mode
+@each_mode_with_eagle
 def test_s02_a_stop_string_early_in_a_run(mode: str, lag: int, kept: bool) -> None:
     """The first "beta" ends the answer, streamed and not, with and without the string itself, however long the run it is in."""
     model = Parrot(HashLM(vocab_size=259, context_len=1024), text_ids((LINE + "\n") * 33)[:1024])
     params = greedy(64, stop=("beta",), include_stop_str_in_output=kept)
     watch = Watch()
-    cell = {"lag": lag, "drafters": {mode: MODES[mode](7)}}
+    cell = {"lag": lag, "drafters": {mode: WITH_EAGLE[mode](7)}}
     stream = streamed(model, TWENTY_LINES, params, executor=watch.over(), **cell)
     (plain,) = generated(model, [TWENTY_LINES], params, **cell)
     answer = plain.outputs[0]
@@ -174,7 +177,7 @@ def test_s12_slots_that_change_owner_all_the_time(mode: str, turn: int) -> None:
         lag=1,
         batch=2,
         page_size=(1, 16)[turn % 2],
-        drafters={mode: WITH_OFF[mode]((7, 3, 1)[turn % 3])},
+        drafters={mode: EVERY_MODE[mode]((7, 3, 1)[turn % 3])},
         executor=watch.over(executors[turn]),
         order=("newest", "oldest")[turn % 2],
     )
@@ -201,7 +204,7 @@ def test_s12_the_same_on_a_real_model(mode: str) -> None:
     """Two slots, many short requests, on a model with floating-point KV."""
     model = tiny_model("qwen2")
     jobs = [Job(tuple((n * 7 + i * i) % 250 for i in range(1 + n % 5)), greedy((1, 2, 3, 10)[n % 4])) for n in range(20)]
-    got = run(model, jobs, lag=1, batch=2, eos=(), drafters={mode: WITH_OFF[mode](7)})
+    got = run(model, jobs, lag=1, batch=2, eos=(), drafters={mode: EVERY_MODE[mode](7)})
     assert_equal(got, reference(model, jobs, eos=()), mode)
 
 
@@ -209,12 +212,12 @@ def test_s12_the_same_on_a_real_model(mode: str) -> None:
 
 
 @each_lag
-@each_mode
+@each_mode_with_eagle
 def test_s14_drafts_count_in_the_budget_of_a_step(mode: str, lag: int) -> None:
     """Eight rows with wide drafts, 64 tokens a step, then a prompt of 1,000: no step is overfull, and the prompt goes on."""
     model, jobs, wanted = eight_and_a_long_one()
     watch = Watch()
-    engine = make_engine(model, lag=lag, chunk=64, batch=9, eos=(), drafters={mode: MODES[mode](7)}, executor=watch.over())
+    engine = make_engine(model, lag=lag, chunk=64, batch=9, eos=(), drafters={mode: WITH_EAGLE[mode](7)}, executor=watch.over())
     answers: dict[str, Answer] = {}
     try:
         for number, job in enumerate(jobs[:8]):
@@ -247,12 +250,12 @@ def eight_and_a_long_one() -> tuple[CausalLM, list[Job], list[Answer]]:
 
 
 @each_lag
-@each_mode
+@each_mode_with_eagle
 def test_s14_more_rows_than_a_step_has_tokens(mode: str, lag: int) -> None:
     """Twelve rows, eight tokens a step: all get their turn."""
     model, jobs, wanted = twelve_rows()
     watch = Watch()
-    got = run(model, jobs, lag=lag, chunk=8, batch=12, eos=(), drafters={mode: MODES[mode](7)}, executor=watch.over())
+    got = run(model, jobs, lag=lag, chunk=8, batch=12, eos=(), drafters={mode: WITH_EAGLE[mode](7)}, executor=watch.over())
     assert_equal(got, wanted, (mode, lag))
     assert max(plan.num_tokens for plan in watch.plans) <= 8
     assert len(watch.owners) == 12 and any(len(plan.rows) == 8 for plan in watch.plans), "a step must have been too small for all"
@@ -270,18 +273,21 @@ def twelve_rows() -> tuple[CausalLM, list[Job], list[Answer]]:
 
 @pytest.mark.parametrize("k", [1, 3, 7])
 @each_lag
-@each_mode
+@each_mode_with_eagle
 def test_s16_drafts_stop_at_the_end_of_the_context(mode: str, lag: int, k: int) -> None:
     """An answer that wants 1,000 tokens fills the context to its last position, of a context of 256 and of the model's own."""
     model = tiny_model("qwen2")
     for context_len, prompt_len in ((256, 200), (model.context_len, model.context_len - 56))[: 1 + (k == 7)]:
         job = Job(tuple(i * i % 251 for i in range(prompt_len)), greedy(1000, ignore_eos=True))
         watch = Watch()
-        cell = {"context_len": context_len, "drafters": {mode: MODES[mode](k)}, "executor": watch.over()}
+        cell = {"context_len": context_len, "drafters": {mode: WITH_EAGLE[mode](k)}, "executor": watch.over()}
         (got,) = run(model, [job], lag=lag, **cell)
         assert_equal([got], context_filled(prompt_len, context_len), (mode, lag, k))
         assert prompt_len + len(got.token_ids) == context_len and got.finish_reason is FinishReason.LENGTH
-        assert_drafts_count(mode, [got], at_least=0.75 * k / (k + 1))
+        if mode in EAGLE_MODES:  # its head is a random one
+            assert got.num_drafted > 0
+        else:
+            assert_drafts_count(mode, [got], at_least=0.75 * k / (k + 1))
         # At lag 0 max_len is exact; at lag 1 it is a bound, and the step in flight may have left more room than it says.
         assert all(row.max_len + (lag == 0) * row.num_nodes < context_len for plan in watch.plans for row in plan.rows)
         pages = [page for plan in watch.plans for delta in plan.page_deltas for page in delta.pages]

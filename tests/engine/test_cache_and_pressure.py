@@ -24,7 +24,7 @@ from tests.engine.test_equality import DRAFTERS, EOS, params, prompt
 
 HASH_LM = HashLM(vocab_size=64, context_len=512, eos_token_ids=(EOS,), eos_bias=0.3)
 STEM = prompt(9, 70)
-NAMES = ("off", "self_chain", "self_tree", "rand", "ngram", "draft_model")
+NAMES = ("off", "self_chain", "self_tree", "rand", "ngram", "draft_model", "eagle_chain", "eagle_tree")
 CELLS = [
     pytest.param(caching, pressure, lag, page_size, chunk, name)
     for caching, pressure, lag, page_size, chunk, name in itertools.product(

@@ -22,6 +22,7 @@ from slipstream.testing.relaying import relaying
 from slipstream.testing.tiny import FAMILIES, tiny_model
 from slipstream.types import SamplingParams
 from tests.engine.harness import EOS, Answer, DrafterFactory, Job, assert_equal, reference, run
+from tests.speculate.eagle_heads import eagle
 
 DRAFTERS: dict[str, DrafterFactory] = {
     "off": lambda target: Off(),
@@ -32,6 +33,8 @@ DRAFTERS: dict[str, DrafterFactory] = {
     "partial": d.partial(7, siblings=2),
     "ngram": lambda target: NGram(3),
     "draft_model": lambda target: DraftModel(target.model, target, 3),
+    "eagle_chain": eagle(1, 3, kind=1),
+    "eagle_tree": eagle(4, 4, 8),
 }
 CELLS = [
     pytest.param(lag, page_size, chunk, batch, name, id=f"lag{lag}-page{page_size}-chunk{chunk}-batch{batch}-{name}")
@@ -95,7 +98,7 @@ def test_every_cell_on_hash_lm(wanted: list[Answer], lag: int, page_size: int, c
     cell = {"lag": lag, "page_size": page_size, "chunk": chunk, "batch": batch}
     got = run(HASH_LM, GREEDY_AND_SEEDED, drafters={name: DRAFTERS[name]}, **cell)
     assert_equal(got, wanted, (lag, page_size, chunk, batch, name))
-    if name.startswith(("self", "draft_model")):
+    if name.startswith(("self", "draft_model", "eagle")):
         assert sum(a.num_accepted for a in got) > 0.5 * sum(len(a.token_ids) for a in got), "the target itself must be accepted"
     if name == "off":
         assert all(a.num_drafted == 0 for a in got)
@@ -120,7 +123,7 @@ def wanted_of(family: str) -> tuple[list[Job], list[Answer]]:
 
 @pytest.mark.parametrize("parameter", EACH_PARAMETER)
 @pytest.mark.parametrize("lag", [0, 1])
-@pytest.mark.parametrize("name", ["off", "self_chain", "self_tree", "rand", "partial", "ngram", "draft_model"])
+@pytest.mark.parametrize("name", [name for name in DRAFTERS if name != "rand_tree"])
 def test_each_sampling_parameter(parameter: str, lag: int, name: str) -> None:
     jobs, wanted = wanted_with(parameter)
     got = run(HASH_LM, jobs, lag=lag, chunk=24, drafters={name: DRAFTERS[name]})
@@ -139,14 +142,16 @@ def test_a_real_model_in_float64(family: str, name: str, lag: int, page_size: in
 
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family not in ("llama", "qwen2")])
-@pytest.mark.parametrize("lag, page_size, name", [(0, 1, "rand_tree"), (1, 16, "self_tree"), (1, 1, "partial")])
+@pytest.mark.parametrize(
+    "lag, page_size, name", [(0, 1, "rand_tree"), (1, 16, "self_tree"), (1, 1, "partial"), (1, 16, "eagle_tree")]
+)
 def test_windows_norms_and_layers_without_rope_in_float64(family: str, lag: int, page_size: int, name: str) -> None:
     jobs, wanted = wanted_of(family)
     got = run(tiny_model(family), jobs, lag=lag, page_size=page_size, chunk=32, drafters={name: DRAFTERS[name]})
     assert_equal(got, wanted, (family, name, lag, page_size))
 
 
-@pytest.mark.parametrize("name", ["self_chain", "self_tree", "rand", "partial"])
+@pytest.mark.parametrize("name", ["self_chain", "self_tree", "rand", "partial", "eagle_tree"])
 @pytest.mark.parametrize("lag", [0, 1])
 def test_whatever_width_the_cost_model_chooses(wanted: list[Answer], lag: int, name: str) -> None:
     got = run(HASH_LM, GREEDY_AND_SEEDED, lag=lag, chunk=64, drafters={name: DRAFTERS[name]}, adaptive_speculation=True)
@@ -163,7 +168,7 @@ def test_a_drafter_gets_back_exactly_what_it_relayed(wanted: list[Answer], k: in
     assert_equal(run(HASH_LM, GREEDY_AND_SEEDED, lag=lag, chunk=64, drafters={"relaying": drafter}), wanted, (k, lag, steps))
 
 
-@pytest.mark.parametrize("name", ["off", "rand", "rand_tree", "self_chain", "ngram", "draft_model"])
+@pytest.mark.parametrize("name", ["off", "rand", "rand_tree", "self_chain", "ngram", "draft_model", "eagle_chain", "eagle_tree"])
 @pytest.mark.parametrize("lag", [0, 1])
 def test_a_grammar_through_the_mask_port(lag: int, name: str) -> None:
     """Digits, then the end: in one batch with plain rows, closing inside a run or not."""

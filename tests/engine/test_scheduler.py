@@ -14,7 +14,8 @@ from slipstream.cache.ledger import NO_MATCH, Ledger
 from slipstream.engine.plan import StepPlan
 from slipstream.engine.policy import MAX_OVERTAKEN, Policy
 from slipstream.engine.request import Request
-from slipstream.engine.scheduler import DraftLimits, Launched, Scheduler
+from slipstream.engine.scheduler import Launched, Scheduler
+from slipstream.speculate.choice import OFF, Shape, Widest
 from slipstream.types import EngineRequest, FinishReason, SamplingParams
 
 ARRIVALS = itertools.count()
@@ -38,8 +39,8 @@ def scheduler(
     num_nodes: int = 0,
     policy: Policy | None = None,
 ) -> Scheduler:
-    limits = DraftLimits(depth, num_nodes, 1 + num_nodes)
-    return Scheduler(Ledger(num_slots, num_pages, page_size, first_page=2), {"d": limits}, "d", budget, policy)
+    shapes = {"d": Shape(depth, num_nodes, 1 + num_nodes), OFF: Shape(0, 0, 1)}
+    return Scheduler(Ledger(num_slots, num_pages, page_size, first_page=2), shapes, Widest(shapes, "d"), budget, policy)
 
 
 def settle(sched: Scheduler, launched: Launched, accepted: int = 1) -> None:

@@ -1,37 +1,47 @@
-"""A scheduler that gives each request a drafter of its own, so that steps hold rows of several: the device side can do it."""
+"""A chooser that lets drafters come, go, sleep, wake and take turns at random: whoever drafts, the answers are the same."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import random
+from collections.abc import Mapping, Sequence
 
-from slipstream.cache.ledger import Ledger
-from slipstream.engine.policy import Policy
-from slipstream.engine.request import Request
-from slipstream.engine.scheduler import DraftLimits, Scheduler
-from slipstream.speculate.width import WidthModel
+from slipstream.speculate.choice import OFF, Choice, RowDrafting, Shape
 
 
-class MixedScheduler(Scheduler):
-    """Request number i drafts with drafter i modulo their number; room is reserved for the widest of them."""
+class RandomChooser:
+    """Draws an observer now and then, and a proposer among those that may.
 
-    def __init__(
-        self,
-        ledger: Ledger,
-        drafters: Mapping[str, DraftLimits],
-        drafter: str,
-        max_num_batched_tokens: int,
-        policy: Policy | None = None,
-        widths: WidthModel | None = None,
-    ) -> None:
-        self._names = tuple(drafters)
-        each = drafters.values()
-        widest = DraftLimits(
-            max(one.depth for one in each),
-            max(one.num_nodes for one in each),
-            max(one.max_writes for one in each),
-            kv_behind=max(one.kv_behind for one in each),
-        )
-        super().__init__(ledger, dict.fromkeys(drafters, widest), drafter, max_num_batched_tokens, policy, widths)
+    Args:
+        shapes: of every drafter, by name.
+        seed: of what is drawn.
+    """
 
-    def _drafter_of(self, request: Request) -> str:
-        return self._names[request.arrival % len(self._names)]
+    def __init__(self, shapes: Mapping[str, Shape], seed: int) -> None:
+        self._shapes = shapes
+        self._rng = random.Random(seed)
+
+    def first_observer(self, num_rows: int) -> str:
+        """Any; the same between two steps, as a request that is looked at must be admitted as it was looked at."""
+        return sorted(self._shapes)[num_rows % len(self._shapes)]
+
+    def choose(self, rows: Sequence[RowDrafting], most: Sequence[int], num_other_tokens: int) -> list[Choice]:
+        """Draw."""
+        return [self._choice(row, limit) for row, limit in zip(rows, most, strict=True)]
+
+    def step_took(self, num_tokens: int, num_nodes: Mapping[str, int], step_s: float, draft_s: Mapping[str, float]) -> None:
+        """Nothing to learn."""
+
+    def filled(self, drafter: str, num_tokens: int, fill_s: float) -> None:
+        """Nothing to learn."""
+
+    def draft_was(self, row: RowDrafting, drafter: str, num_accepted: int, num_nodes: int) -> None:
+        """Nothing to learn."""
+
+    def _choice(self, row: RowDrafting, limit: int) -> Choice:
+        rng = self._rng
+        may = [name for name, shape in self._shapes.items() if name == row.observer or not shape.has_state]
+        drafter = row.observer if rng.random() < 0.6 else rng.choice(may)
+        most = min(limit, self._shapes[drafter].num_nodes)
+        num_nodes = most if rng.random() < 0.7 else rng.randint(0, most)
+        observer = rng.choice((*self._shapes, OFF)) if rng.random() < 0.3 else row.observer
+        return Choice(drafter, num_nodes, observer)

@@ -6,20 +6,19 @@ A schedule is plain data, drawn from a `random.Random`; a failing one is made sm
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Literal
-from unittest import mock
 
 import torch
 
 from slipstream.cache.pages import pages_for
 from slipstream.config import EngineConfig
-from slipstream.engine import build as engine_build
+from slipstream.engine.build import assemble_engine, default_chooser
 from slipstream.engine.loop import Engine
 from slipstream.engine.runner import Runner
-from slipstream.engine.scheduler import Scheduler
+from slipstream.speculate.choice import Chooser, Shape
 from slipstream.speculate.draft_model import DraftModel
 from slipstream.speculate.ngram import Corpus, NGram
 from slipstream.speculate.off import Off
@@ -30,7 +29,7 @@ from slipstream.types import EngineRequest, FinishReason
 from tests.engine.harness import Answer, Job, assert_equal, collect
 from tests.fuzz.auditor import Auditor
 from tests.fuzz.cached import check_cached
-from tests.fuzz.mixed import MixedScheduler
+from tests.fuzz.mixed import RandomChooser
 from tests.fuzz.universe import (
     CONTEXT,
     EOS,
@@ -45,6 +44,7 @@ from tests.fuzz.universe import (
     stop_text,
     unguarded,
 )
+from tests.speculate.eagle_heads import eagle
 
 MAX_STEPS = 3000
 SIMPLEST = {
@@ -85,12 +85,15 @@ def drafters(model: str) -> dict[str, DrafterFactory]:
         "draft model 1": lambda target: DraftModel(target.model, target, 1),
         "draft model 3": lambda target: DraftModel(target.model, target, 3),
         "other draft model 3": lambda target: DraftModel(other_model(model), target, 3),
+        "eagle chain 3": eagle(1, 3, kind=1),
+        "eagle tree 8": eagle(3, 4, 8),
+        "eagle tree 3": eagle(4, 3, 3),
     }
 
 
 MIXED = ("self tree 3", "relaying 3", "off", "rand 3", "relaying 1")
-MIXES = {"mixed": MIXED, "mixed models": ("draft model 3", "ngram 3", "draft model 1", "off")}
-DRAFTERS = (*drafters("hash 1"), *MIXES)
+MIXES = {"mixed": MIXED, "mixed models": ("draft model 3", "eagle tree 8", "ngram 7", "self 7", "draft model 1", "off")}
+DRAFTERS = (*drafters("hash 1"), *MIXES, *MIXES)
 
 
 @dataclass(frozen=True)
@@ -202,7 +205,6 @@ def build_unchecked(setting: Setting) -> Engine:
 def _build(setting: Setting, checked: bool) -> Engine:
     known = drafters(setting.model)
     names = MIXES.get(setting.drafter, (setting.drafter,))
-    scheduler = MixedScheduler if setting.drafter in MIXES else Scheduler
     adversary = AdversarialExecutor.factory(setting.executor_seed)
     token_bytes = sum(layer.bytes_per_token for layer in model_of(setting.model).kv_layers)
     config = EngineConfig(
@@ -220,18 +222,22 @@ def _build(setting: Setting, checked: bool) -> Engine:
         kv_offload_memory_bytes=setting.num_host_pages * setting.page_size * token_bytes,
         debug=checked,
     )
-    with mock.patch.object(engine_build, "Scheduler", scheduler):
-        return engine_build.assemble_engine(
-            model_of(setting.model),
-            config,
-            eos_token_ids=(EOS,),
-            stop_text=stop_text,
-            context_len=CONTEXT,
-            attention=attention_of(setting.model),
-            drafters={name: known[name] for name in names},
-            executor=Auditor.around(adversary, setting.page_size) if checked else adversary,
-            order="newest",
-        )
+
+    def random_chooser(shapes: Mapping[str, Shape], config: EngineConfig) -> Chooser:
+        return RandomChooser(shapes, setting.executor_seed)
+
+    return assemble_engine(
+        model_of(setting.model),
+        config,
+        eos_token_ids=(EOS,),
+        stop_text=stop_text,
+        context_len=CONTEXT,
+        attention=attention_of(setting.model),
+        drafters={name: known[name] for name in names},
+        executor=Auditor.around(adversary, setting.page_size) if checked else adversary,
+        order="newest",
+        chooser=random_chooser if setting.drafter in MIXES and not setting.adaptive else default_chooser,
+    )
 
 
 def play(schedule: Schedule, engine: Engine, universe: Sequence[Job]) -> list[Answer]:
@@ -269,17 +275,17 @@ def _check_cached(schedule: Schedule, engine: Engine, universe: Sequence[Job], a
     if not isinstance(executor, Auditor):
         return  # without checks only the answers tell
     assert isinstance(executor.inner, AdversarialExecutor) and isinstance(executor.inner._device, Runner)
-    told = [
-        (salt, universe[number].prompt, _computed(answers[str(place)]))
-        for place, (number, (_, salt)) in enumerate(zip(schedule.requests, schedule.kinds, strict=True))
-    ]
+    told = []
+    for place, (number, (_, salt)) in enumerate(zip(schedule.requests, schedule.kinds, strict=True)):
+        tokens = (*universe[number].prompt, *answers[str(place)].token_ids)
+        told.append((salt, tokens, len(tokens) - _num_without_kv(answers[str(place)])))
     runner = executor.inner._device
     check_cached(engine.scheduler.ledger, told, runner if schedule.setting.model.startswith("hash") else None)
 
 
-def _computed(answer: Answer) -> list[int]:
-    """Tokens of an answer whose KV may be there: the last one's comes with the next step, or when it is resumed."""
-    return answer.token_ids if answer.num_retractions else answer.token_ids[:-1]
+def _num_without_kv(answer: Answer) -> int:
+    """Tokens whose KV cannot be there: an answer's last, unless it was resumed; it comes with the next step."""
+    return 1 if answer.token_ids and not answer.num_retractions else 0
 
 
 def _request(schedule: Schedule, universe: Sequence[Job], place: int) -> EngineRequest:

@@ -73,7 +73,12 @@ def test_schedules_reach_what_they_are_for() -> None:
         seen["several chunks"] += len(plan.chunks) > 1
         seen["chunks that do not sample"] += any(not chunk.is_last for chunk in plan.chunks)
         seen["rows of different width"] += len(set(widths)) > 1
-        seen["several drafters"] += len({part.drafter for part in plan.parts}) > 1
+        seen["several drafters"] += len({part.observer for part in plan.parts}) > 1
+        seen["observers that change"] += any(row.observer != row.relayed_by for row in plan.rows)
+        seen["drafters that step in"] += any(row.num_nodes and row.drafter != row.relayed_by for row in plan.rows)
+        seen["draft KV caught up with"] += bool(plan.fills)
+        # All but the last part of a fill that the budget cuts.
+        seen["draft KV caught up with in parts"] += len(plan.fills) > sum(row.observer != row.relayed_by for row in plan.rows)
         seen["slots with a new owner"] += any(admit.epoch > 1 for admit in plan.admits)
         seen["retired while others run"] += bool(plan.retires and plan.rows)
         seen["runs of several tokens"] += bool((result.accept_lens > 2).any())

@@ -289,46 +289,6 @@ def test_its_kv_counts_in_pages_and_in_the_table() -> None:
     assert item.num_bytes == sum(tensor.nbytes for layer in range(2) for tensor in kv.layer(layer)) and item.must_fit
 
 
-def test_a_draft_attends_only_from_where_its_kv_is_whole() -> None:
-    """Below `draft_from` lies poison; what is said behind it is as if the row had begun there, at its own positions."""
-    model, start = HashLM(vocab_size=64, context_len=64), 5
-    tokens = torch.tensor([[(7 * n + 3) % 60 for n in range(12)]])
-
-    def proposed(draft_from: int, poisoned: bool) -> list[int]:
-        drafter = DraftModel(model, Target(model, 4), 3)
-        drafter.kv = KVCache(model.kv_layers, 8, 4, torch.device("cpu"), poison=poisoned)
-        keys, positions = drafter.kv.layer(0)
-        # Pages 2, 3, 4 hold positions 0 to 11; the KV of [start, 11) is there.
-        keys[8 + start : 8 + 11, 0, 0], positions[8 + start : 8 + 11, 0, 0] = tokens[0, start:11], torch.arange(start, 11)
-        ctx = StepContext(
-            slots=torch.tensor([1]), epochs=torch.tensor([1]), lengths=torch.tensor([11]), limits=torch.tensor([60]),
-            max_lens=(11,), num_nodes=(3,), page_tables=torch.tensor([[2, 3, 4, 5, 0]]),
-            history=torch.cat([torch.zeros_like(tokens), tokens]), sampling=RowSampling((NO_NEEDS,), (NO_EDITS,), None),
-            kv=drafter.kv, draft_from=torch.tensor([draft_from]),
-        )  # fmt: skip
-        draft = drafter.propose(ctx, RelayPayload(tokens[:, 11]), 3)
-        assert draft.num_nodes.tolist() == [3]
-        return draft.tokens[0].tolist()
-
-    right = proposed(start, poisoned=True)
-    assert right == proposed(start, poisoned=False) != proposed(0, poisoned=True)
-    # By hand: the sum over keys [5, 11), then the own token.
-    kv = KVCache(model.kv_layers, 8, 4, torch.device("cpu"))
-    from slipstream.attention.layout import build_layout
-    from slipstream.attention.reference import ReferenceBackend
-
-    row = tokens[0, start:].clone()
-    for _ in range(3):
-        layout = build_layout(
-            page_tables=torch.tensor([[2, 3, 4, 5, 6]]), page_size=4, base_lens=torch.tensor([0]), limits=torch.tensor([60]),
-            query_lens=(len(row),), max_key_lens=(len(row),), num_chunks=1,
-        )  # fmt: skip
-        layout = replace(layout, positions=layout.positions + start)
-        hidden, _ = model.forward(row, ReferenceBackend().begin(layout, kv))
-        row = torch.cat([row, model.logits(hidden[-1:]).argmax(1)])
-    assert right == row[-3:].tolist()
-
-
 def test_a_row_with_fewer_nodes_writes_no_further_than_its_pages() -> None:
     """Beside a row of seven nodes one of none and one of two: nothing but their own places and the scratch page is written."""
     model = HashLM(vocab_size=64, context_len=64)

@@ -8,9 +8,13 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from slipstream.speculate.width import Acceptance, Curve, WidthModel
+from slipstream.speculate.choice import OFF, Choice, RowDrafting, Shape
+from slipstream.speculate.width import Curve, WidthModel
 
 DEPTH = 8
+LIGHT = Shape(DEPTH, DEPTH, 1 + DEPTH)
+MODEL = Shape(4, 4, 5, kv_behind=1, has_kv=True, catches_up=True)
+HEAD = Shape(4, 4, 5, shifted_kv=True, has_kv=True, relays=True)
 Seconds = Callable[[int], float]
 
 
@@ -55,25 +59,35 @@ class World:
         return accepted, self.seconds(len(widths) + nodes) * factor + draft_s, draft_s
 
 
-def rate_of(world: World, choose: Callable[[], list[int]], told: WidthModel | None, rows: list[Acceptance], steps: int) -> float:
+def rate_of(
+    world: World, choose: Callable[[], list[int]], told: WidthModel | None, rows: list[RowDrafting], steps: int
+) -> float:
     tokens, seconds = 0, 0.0
     for number in range(steps):
         widths = choose()
         accepted, step_s, draft_s = world.step(widths)
         if told is not None:
-            told.step_took(len(widths) + sum(widths), sum(widths), step_s, draft_s)
+            told.step_took(len(widths) + sum(widths), {"d": sum(widths)}, step_s - draft_s, {"d": draft_s})
             for row, level, width in zip(rows, accepted, widths, strict=True):
                 if width:
-                    told.draft_was(row, level, width)
+                    told.draft_was(row, "d", level, width)
         if number >= steps // 5:  # behind the first steps, in which it learns
             tokens += len(widths) + sum(accepted)
             seconds += step_s
     return tokens / seconds
 
 
+def one_drafter(shape: Shape = LIGHT) -> WidthModel:
+    return WidthModel({"d": shape, OFF: Shape(0, 0, 1)})
+
+
+def widths_of(model: WidthModel, rows: list[RowDrafting], most: list[int]) -> list[int]:
+    return [choice.num_nodes for choice in model.choose(rows, most, 0)]
+
+
 def adaptive(seconds: Seconds, alphas: list[float], steps: int = 1500) -> float:
-    model, rows = WidthModel(DEPTH, DEPTH), [Acceptance() for _ in alphas]
-    return rate_of(World(seconds, alphas), lambda: model.widths(rows, [DEPTH] * len(rows), 0), model, rows, steps)
+    model, rows = one_drafter(), [RowDrafting() for _ in alphas]
+    return rate_of(World(seconds, alphas), lambda: widths_of(model, rows, [DEPTH] * len(rows)), model, rows, steps)
 
 
 def fixed(seconds: Seconds, alphas: list[float], width: int, steps: int = 1500) -> float:
@@ -99,11 +113,11 @@ def test_rows_that_draft_well_draft_and_the_others_do_not(seconds: Seconds) -> N
 
 
 def test_a_request_that_begins_to_copy_is_found_out() -> None:
-    world, model, rows = World(memory_bound, [0.0]), WidthModel(DEPTH, DEPTH), [Acceptance()]
+    world, model, rows = World(memory_bound, [0.0]), one_drafter(), [RowDrafting()]
     widths: list[int] = []
 
     def choose() -> list[int]:
-        widths.append(model.widths(rows, [DEPTH], 0)[0])
+        widths.extend(widths_of(model, rows, [DEPTH]))
         return widths[-1:]
 
     rate_of(world, choose, model, rows, 300)
@@ -114,24 +128,102 @@ def test_a_request_that_begins_to_copy_is_found_out() -> None:
 
 
 def test_no_row_gets_more_than_it_may_have() -> None:
-    model, rows = WidthModel(DEPTH, DEPTH), [Acceptance() for _ in range(3)]
+    model, rows = one_drafter(), [RowDrafting() for _ in range(3)]
     for _ in range(20):
-        widths = model.widths(rows, [0, 1, DEPTH], 0)
+        widths = widths_of(model, rows, [0, 1, DEPTH])
         assert widths[0] == 0 and widths[1] <= 1 and widths[2] <= DEPTH
-        model.step_took(3 + sum(widths), sum(widths), 0.01, 0.001)
+        model.step_took(3 + sum(widths), {"d": sum(widths)}, 0.01, {"d": 0.001})
         for row, width in zip(rows, widths, strict=True):
             if width:
-                model.draft_was(row, width, width)
-    assert model.widths(rows, [0, 1, DEPTH], 0) == [0, 1, DEPTH]
-    assert model.widths([], [], 0) == []
+                model.draft_was(row, "d", width, width)
+    assert widths_of(model, rows, [0, 1, DEPTH]) == [0, 1, DEPTH]
+    assert model.choose([], [], 0) == []
 
 
 def test_a_tree_has_fewer_levels_than_nodes() -> None:
-    model, row = WidthModel(3, 9), Acceptance()
-    model.draft_was(row, 3, 9)
-    assert (row.accepted, row.tried) == (3, 3)
-    model.draft_was(row, 1, 6)
-    assert row.tried == pytest.approx(0.85 * 3 + 2)
+    model, row = one_drafter(Shape(3, 9, 10)), RowDrafting()
+    model.draft_was(row, "d", 3, 9)
+    assert (row.record("d").accepted, row.record("d").tried) == (3, 3)
+    model.draft_was(row, "d", 1, 6)
+    assert row.record("d").tried == pytest.approx(0.85 * 3 + 2)
+
+
+@dataclass
+class Several:
+    """Rows drafted by a light drafter "n" and by "s", which has state; the host's half of the scheduler, in short."""
+
+    shape: Shape
+    alphas: dict[str, float]
+    level_s: dict[str, float]
+    num_rows: int = 4
+    rng: random.Random = field(default_factory=lambda: random.Random(5))
+    tokens: int = 0
+    seconds: float = 0.0
+    fills: int = 0
+    proposed: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.model = WidthModel({"n": LIGHT, "s": self.shape, OFF: Shape(0, 0, 1)})
+        self.rows = [RowDrafting() for _ in range(self.num_rows)]
+
+    def step(self) -> None:
+        for row in self.rows:
+            row.missing = 0 if row.observer == "s" else 50
+        choices = self.model.choose(self.rows, [DEPTH] * self.num_rows, 0)
+        nodes = {name: sum(c.num_nodes for c in choices if c.drafter == name) for name in "ns"}
+        most = {name: max((c.num_nodes for c in choices if c.drafter == name), default=0) for name in "ns"}
+        draft_s = {name: self.level_s[name] * most[name] for name in "ns"}
+        filled = sum(self._watch(row, choice) for row, choice in zip(self.rows, choices, strict=True))
+        step_s = memory_bound(self.num_rows + sum(nodes.values()))
+        self.model.step_took(self.num_rows + sum(nodes.values()), nodes, step_s, draft_s)
+        if filled:
+            self.model.filled("s", filled * 50, filled * 0.01)
+        for row, choice in zip(self.rows, choices, strict=True):
+            level = 0
+            while level < choice.num_nodes and self.rng.random() < self.alphas[choice.drafter]:
+                level += 1
+            if choice.num_nodes:
+                self.model.draft_was(row, choice.drafter, level, choice.num_nodes)
+            self.tokens += 1 + level
+            self.proposed.append(choice.drafter)
+        self.seconds += step_s + sum(draft_s.values()) + filled * 0.01
+
+    def _watch(self, row: RowDrafting, choice: Choice) -> int:
+        """What the scheduler makes of a choice: who has state proposes only where it watched, and fills in when it comes."""
+        assert choice.drafter in ("n", OFF, row.observer)
+        drafts = choice.drafter == row.observer and choice.num_nodes > 0
+        row.idle = 0 if drafts else row.idle + 1
+        if drafts and row.on_trial == choice.drafter:
+            row.on_trial = ""
+        leaves = row.observer == choice.observer == "s" and self.shape.catches_up and not drafts
+        came = choice.observer == "s" != row.observer
+        row.observer = OFF if leaves else choice.observer
+        self.fills += came
+        return int(came and self.shape.catches_up)
+
+
+@pytest.mark.parametrize("shape", [MODEL, HEAD], ids=["model", "head"])
+def test_of_two_drafters_the_better_one_drafts(shape: Shape) -> None:
+    cheap = {"n": 0.1e-3, "s": 0.5e-3}
+    for alphas, best in (({"n": 0.05, "s": 0.9}, "s"), ({"n": 0.95, "s": 0.3}, "n")):
+        world = Several(shape, alphas, cheap)
+        for _ in range(1000):
+            world.step()
+        assert world.proposed[-1000:].count(best) > 900
+
+
+@pytest.mark.parametrize("shape", [MODEL, HEAD], ids=["model", "head"])
+def test_drafters_that_do_not_pay_sleep_and_cost_nothing(shape: Shape) -> None:
+    world = Several(shape, {"n": 0.0, "s": 0.0}, {"n": 0.1e-3, "s": 5e-3})
+    for _ in range(2000):
+        world.step()
+    plain_s = 2000 * memory_bound(world.num_rows)
+    assert (world.tokens / world.seconds) / (2000 * world.num_rows / plain_s) > 0.98
+    assert all(row.observer != "s" for row in world.rows) or world.rows[0].on_trial
+    world.alphas["s"], world.level_s["s"] = 0.95, 0.5e-3  # it begins to pay: it is found out
+    for _ in range(4000):
+        world.step()
+    assert world.proposed[-1000:].count("s") > 800
 
 
 def test_a_curve_has_straight_lines_and_never_falls() -> None:

@@ -38,13 +38,13 @@ class BatchLayout:
         max_key_lens: upper bound of keys each segment sees, its own tokens included (host).
         num_chunks: how many leading segments are prompt chunks (host).
         segment: [T] int64, segment of each token.
-        index: [T] int64, place of each token in its segment.
+        index: [T] int64, place of each token in its segment, counting nodes that earlier passes wrote (`build_layout`).
         positions: [T] int64, rope position of each token.
         base_lens: [S] int64, keys a segment has from earlier steps.
         write_slots: [T] int64, KV slot each token's key and value go to (the scratch page for nodes beyond the limit).
         read_slots: [S, max(max_key_lens)] int64, KV slot of each key of a segment; padding slot 0 beyond its keys.
-        ancestors: None, or [T, W] bool: token t sees token w of its own segment. W is the longest verify row; chunk tokens'
-            rows are unused, chunks are always causal.
+        ancestors: None, or [T, W] bool: token t sees token w of its own segment. W is the longest verify row, with the nodes
+            that earlier passes wrote; chunk tokens' rows are unused, chunks are always causal.
     """
 
     query_lens: tuple[int, ...]

@@ -35,8 +35,15 @@ def build_layout(
     max_key_lens: tuple[int, ...],
     num_chunks: int = 0,
     ancestors: Tensor | None = None,
+    first_keys: Tensor | None = None,
+    num_earlier: int = 0,
 ) -> BatchLayout:
     """Lay out S segments; the first `num_chunks` are prompt chunks, the rest verify rows.
+
+    A draft tree that grows level by level is one segment over several passes (no chunks, no windows); a pass attends to the nodes
+    that the passes before it wrote:
+
+        keys     0 1 2 3 4 | a b | c d         base 5; this pass computes c and d, num_earlier is 2
 
     Args:
         page_tables: [S, max_pages] int64, padding page beyond a row's pages.
@@ -47,13 +54,15 @@ def build_layout(
         max_key_lens: upper bounds of base + query length (host).
         num_chunks: leading prompt chunks (host).
         ancestors: [R, W + 1, W + 1] bool for the R verify rows of a tree (see `tree_ancestors`), None for chains.
+        first_keys: [S] int64, at most base_lens: keys below it are not there. None: all are.
+        num_earlier: nodes of each segment that earlier passes wrote, counted in `ancestors` and in `max_key_lens` (host).
     """
     device = page_tables.device
     lens = np.asarray(query_lens, dtype=np.int64)
     num_segments = len(query_lens)
     segment_np = np.repeat(np.arange(num_segments), lens)
     starts = np.fromiter(itertools.accumulate(query_lens, initial=0), dtype=np.int64, count=num_segments + 1)[:-1]
-    index_np = np.arange(segment_np.shape[0]) - np.repeat(starts, lens)
+    index_np = np.arange(segment_np.shape[0]) - np.repeat(starts, lens) + num_earlier
     segment, index = torch.from_numpy(segment_np).to(device), torch.from_numpy(index_np).to(device)
 
     base = base_lens.index_select(0, segment)
@@ -66,8 +75,12 @@ def build_layout(
     write_slots = torch.where(key < limit, page * page_size + key % page_size, scratch)
 
     keys = torch.arange(max(max_key_lens), device=device)
-    ends = torch.minimum(base_lens + torch.from_numpy(lens).to(device), limits)
-    read_slots = page_tables.index_select(1, (keys // page_size).clamp(max=last_page)) * page_size + keys % page_size
+    ends = torch.minimum(base_lens + torch.from_numpy(lens).to(device) + num_earlier, limits)
+    if first_keys is None:
+        read_slots = page_tables.index_select(1, (keys // page_size).clamp(max=last_page)) * page_size + keys % page_size
+    else:
+        keys = keys + first_keys[:, None]
+        read_slots = page_tables.gather(1, (keys // page_size).clamp(max=last_page)) * page_size + keys % page_size
     read_slots = torch.where(keys < ends[:, None], read_slots, 0)
 
     positions, mask = key, None
@@ -80,4 +93,5 @@ def build_layout(
         depth = torch.cat([index[:first], flat[first:].sum(1) - 1])
         positions = base + depth
     positions = torch.minimum(positions, limit - 1)
-    return BatchLayout(query_lens, max_key_lens, num_chunks, segment, index, positions, base_lens, write_slots, read_slots, mask)
+    seen = base_lens if first_keys is None else base_lens - first_keys
+    return BatchLayout(query_lens, max_key_lens, num_chunks, segment, index, positions, seen, write_slots, read_slots, mask)

@@ -176,7 +176,7 @@ def _plan_rows(layout: BatchLayout, start: int, groups: int, kv_heads: int, wind
     node = torch.arange(width, device=device)[:, None]
     # Places and depths are counted from the base: a key of an earlier step at place -3 has depth -3.
     query_depth, key_depth = node, own
-    if layout.ancestors is None or width == 1:
+    if layout.ancestors is None or layout.ancestors.shape[1] == 1:
         visible = own <= node
     else:
         tree = layout.ancestors[start:]
@@ -185,6 +185,8 @@ def _plan_rows(layout: BatchLayout, start: int, groups: int, kv_heads: int, wind
         place = own.clamp(0, nodes - 1)
         visible = (own < 0) | (tree.gather(2, place.expand(-1, width, -1)) & (own < nodes))
         if window is not None:
+            if nodes > width:
+                raise ValueError(f"a tree over several passes must have no window, but got {window}")
             # The places of a shorter row's own nodes come first, so that its filling does not matter here.
             depth = tree.sum(2) - 1  # [R, W]
             query_depth = depth[:, :, None]

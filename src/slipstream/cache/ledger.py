@@ -22,6 +22,7 @@ steps, and what it has parted with waits for the count.
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -51,6 +52,7 @@ class Match:
 
 
 NO_MATCH = Match()
+NO_END = sys.maxsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +77,8 @@ class Holding:
     Attributes:
         slot, epoch: its row; the epoch counts the slot's owners.
         salt: of the prefixes it may share.
-        drafter: who keeps draft KV in its pages.
-        draft_from: position from which on that KV is whole.
+        drafter: who keeps draft KV in its pages; NOBODY: nobody.
+        draft_from, draft_to: that KV is whole from here to there. NO_END: it goes on with the steps.
         table: its pages.
         nodes: the prefix cache's view of the first pages of the table.
         num_launched, num_settled: steps that name the slot.
@@ -92,6 +94,7 @@ class Holding:
     draft_from: int
     table: PageTable
     nodes: list[Node]
+    draft_to: int = NO_END
     num_launched: int = 0
     num_settled: int = 0
     parted: deque[tuple[int, int]] = field(default_factory=deque)
@@ -115,6 +118,7 @@ class Ledger:
         order: which free slot or page is reused first.
         caching: keep pages of finished and retracted work, and share pages.
         num_host_pages: pages of host memory that evicted pages are kept in.
+        shifted_kv: of a drafter: what a page holds depends on the token behind it too, so pages are shared by those it fits.
     """
 
     def __init__(
@@ -126,15 +130,17 @@ class Ledger:
         order: ReuseOrder = "newest",
         caching: bool = True,
         num_host_pages: int = 0,
+        shifted_kv: bool = False,
     ) -> None:
         self.page_size = page_size
         self.num_pages = num_pages
         self.caching = caching
+        self.shifted_kv = shifted_kv
         self._slots = FreeList(1, num_slots, order)
         self._pages = FreeList(first_page, num_pages, order)
         self._epochs = [0] * (num_slots + 1)
         self._holders = [0] * (first_page + num_pages)  # how many holdings each page has, parted ones included
-        self._tree = PrefixTree(page_size, num_host_pages)
+        self._tree = PrefixTree(page_size, num_host_pages, overlapping=shifted_kv)
         self._saves: dict[int, int] = {}  # host page -> page: what goes to the same place twice in a plan goes once
         self._loads: list[tuple[int, int]] = []
         self._copies: list[tuple[int, int]] = []
@@ -171,28 +177,26 @@ class Ledger:
 
     # -- admission ------------------------------------------------------------------------------------------------------
 
-    def match(self, salt: str, tokens: Sequence[int], drafter: str, shifted_kv: bool, sibling: Holding | None = None) -> Match:
+    def match(self, salt: str, tokens: Sequence[int], drafter: str, sibling: Holding | None = None) -> Match:
         """What is cached of `tokens`. The last token is always left to compute: its logits are needed.
 
         Args:
-            drafter: whose draft KV counts.
-            shifted_kv: the drafter's KV at a position depends on the next token, so the last matched position must not be where
-                the request leaves the cached path.
+            drafter: whose draft KV counts; NOBODY: nobody's.
             sibling: holds the same prompt, `tokens`, and has launched it all: the page it goes on writing can be copied.
         """
         if not self.caching:
             return NO_MATCH
         size, most = self.page_size, len(tokens) - 1
         nodes = self._tree.match(salt, tokens)
-        foreign = [place for place, node in enumerate(nodes) if node.drafter != drafter]
+        foreign = [place for place, node in enumerate(nodes) if drafter not in (node.drafter, NOBODY)]
         copied: int | Node | None = None
         computed = len(nodes) * size
-        if computed > most or (shifted_kv and nodes):  # of the last page all but its last token
+        if computed > most:  # of the last page all but its last token
             copied, computed = nodes.pop(), computed - 1
             copied = copied if copied.page == NOWHERE else copied.page
         elif sibling is not None and computed < most and most // size == len(nodes):
             copied, computed = sibling.table.pages[len(nodes)], most
-            if sibling.drafter != drafter:
+            if drafter not in (sibling.drafter, NOBODY) or sibling.draft_to < computed:
                 foreign.append(len(nodes))
         if computed == len(nodes) * size:
             copied = None
@@ -279,7 +283,8 @@ class Ledger:
             place = len(holding.nodes)
             parent = holding.nodes[-1] if holding.nodes else self._tree.root(holding.salt)
             own, node = holding.table.pages[place], parent.children.get(key)
-            drafter = holding.drafter if place * self.page_size >= holding.draft_from else NOBODY
+            first = place * self.page_size
+            drafter = holding.drafter if holding.draft_from <= first <= holding.draft_to - self.page_size else NOBODY
             if node is None:
                 node = self._tree.add(parent, key, own, drafter)
             elif drafter not in (node.drafter, NOBODY):
@@ -294,6 +299,12 @@ class Ledger:
             holding.nodes.append(node)
         self._let_go(holding)
         return replaced
+
+    def cover(self, holding: Holding) -> None:
+        """Its drafter's KV is whole in all cached pages it holds: those with nobody's are the drafter's from now on."""
+        for node in holding.nodes:
+            if node.drafter == NOBODY and node.host_page == NOWHERE:  # a host copy lacks what has been filled in here
+                node.drafter = holding.drafter
 
     def settle(self, holding: Holding) -> None:
         """A step that names this slot was settled; frees what waited for it."""

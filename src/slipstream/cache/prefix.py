@@ -9,6 +9,9 @@ Where there is host memory for it, an evicted page is copied there and its node 
 copies have a line of their own, which is in order for the same reason: what is on the device is a tree's upper part, so children
 leave the device, and enter the line of host copies, before their parents.
 
+Where a drafter's KV at a position depends on the token behind it (EAGLE), a page is good for those alone who go on with the same
+token: then an edge is the page's tokens and the one behind them, and neighbouring edges overlap by one.
+
 Only whole pages are in the tree, and what is in it is never written again. A page somebody holds is pinned; the others wait in
 one line, least recently used first. The line needs no sorting: who holds a page holds all pages before it, and a holding lets go
 of its last page first, so a child always stands before its parent and the front of the line is always a leaf.
@@ -34,7 +37,7 @@ class Node:
 
     Attributes:
         page: its number; NOWHERE at a root, and where only the host has it.
-        tokens: what it holds, page_size tokens.
+        tokens: its edge: what it holds, page_size tokens, and the one behind them where edges overlap.
         parent: the page before it; None at a root.
         drafter: whose draft KV the page holds as well; NOBODY: nobody's.
         children: pages that come behind it, by their tokens.
@@ -55,10 +58,12 @@ class PrefixTree:
     Args:
         page_size: tokens of a page.
         num_host_pages: pages of host memory that evicted pages are copied to.
+        overlapping: an edge has the token behind its page as well.
     """
 
-    def __init__(self, page_size: int, num_host_pages: int = 0) -> None:
+    def __init__(self, page_size: int, num_host_pages: int = 0, overlapping: bool = False) -> None:
         self._page_size = page_size
+        self._edge_len = page_size + overlapping
         self._host_pages = FreeList(0, num_host_pages)
         self._host_line: OrderedDict[int, Node] = OrderedDict()  # host copies, the next to be forgotten first
         self._kept: set[int] = set()  # host pages that the plan in the making reads: not to be written by it
@@ -87,9 +92,10 @@ class PrefixTree:
         return found
 
     def keys(self, tokens: Sequence[int], first_page: int, num_tokens: int) -> Iterator[PageTokens]:
-        """Tokens of each full page from `first_page` on, among the first `num_tokens` tokens."""
-        size = self._page_size
-        return (tuple(tokens[at : at + size]) for at in range(first_page * size, num_tokens - size + 1, size))
+        """Edge of each full page from `first_page` on, among the first `num_tokens` tokens, where `tokens` has all of it."""
+        size, length = self._page_size, self._edge_len
+        last = min(num_tokens - size, len(tokens) - length)
+        return (tuple(tokens[at : at + length]) for at in range(first_page * size, last + 1, size))
 
     def add(self, parent: Node, tokens: PageTokens, page: int, drafter: str) -> Node:
         """Put a page somebody holds behind `parent`."""

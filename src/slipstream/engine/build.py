@@ -20,14 +20,16 @@ from slipstream.engine.loop import Engine
 from slipstream.engine.memory import memory_of, plan_memory
 from slipstream.engine.policy import Policy
 from slipstream.engine.runner import Runner
-from slipstream.engine.scheduler import DraftLimits, Scheduler
+from slipstream.engine.scheduler import Scheduler
 from slipstream.engine.settle import StopTextFactory
 from slipstream.errors import ConfigError
 from slipstream.models.base import CausalLM
 from slipstream.observe import log
 from slipstream.speculate.accept import RULES
 from slipstream.speculate.base import Drafter
-from slipstream.speculate.registry import Target, build_drafter
+from slipstream.speculate.choice import OFF, Chooser, Shape, Widest
+from slipstream.speculate.off import Off
+from slipstream.speculate.registry import Target, build_drafters
 from slipstream.speculate.width import WidthModel
 from slipstream.text.detokenize import StopScanner
 from slipstream.text.tokenizer import Tokenizer
@@ -38,6 +40,25 @@ from slipstream.weights.loaded import LoadedModel
 KV_MEMORY_SHARE = 0.4
 
 logger = logging.getLogger("slipstream.engine")
+
+
+def shape_of(drafter: Drafter) -> Shape:
+    """What the host must know of a drafter."""
+    return Shape(
+        depth=drafter.depth,
+        num_nodes=drafter.num_nodes,
+        max_writes=drafter.max_writes,
+        kv_behind=drafter.kv_behind,
+        has_kv=bool(drafter.kv_layers),
+        relays=bool(drafter.relay.fields),
+        catches_up=drafter.catches_up,
+    )
+
+
+def default_chooser(shapes: Mapping[str, Shape], config: EngineConfig) -> Chooser:
+    """The cost model, or, without one, the first drafter as far as it may."""
+    can_draft = any(shape.num_nodes for shape in shapes.values())
+    return WidthModel(shapes) if config.adaptive_speculation and can_draft else Widest(shapes, next(iter(shapes)))
 
 
 def build_engine(config: EngineConfig, on_progress: Callable[[str, float], None] | None = None) -> tuple[Engine, LoadedModel]:
@@ -76,6 +97,7 @@ def assemble_engine(
     order: ReuseOrder = "newest",
     num_parameters: int = 0,
     tokenizer: Tokenizer | None = None,
+    chooser: Callable[[Mapping[str, Shape], EngineConfig], Chooser] = default_chooser,
 ) -> Engine:
     """Build an engine around a model.
 
@@ -87,11 +109,12 @@ def assemble_engine(
         context_len: most tokens of a request; None: the model's, cut to --max-model-len.
         device: where the model is; None is the CPU.
         attention: a backend; None: the configured one.
-        drafters: drafters built by the caller; the first is used. None: the configured one.
+        drafters: drafters built by the caller. None: the configured ones.
         executor: where steps run.
         order: which free slot or page is reused first.
         num_parameters: of the model, for the memory table.
         tokenizer: of the model, for drafters; None: not known.
+        chooser: makes what chooses drafters and widths.
 
     Raises `ConfigError` where what is allocated here, or a full step, cannot fit; logs the memory table otherwise.
     """
@@ -101,9 +124,10 @@ def assemble_engine(
     accept = RULES[config.accept]()
     target = Target(model, config.page_size, device, attention, tokenizer, accept)
     if drafters is None:
-        built = dict([build_drafter(config.speculate[0] if config.speculate else "off", target)])
+        built = build_drafters(config.speculate, target)
     else:
         built = {name: make(target) for name, make in drafters.items()}
+    built.setdefault(OFF, Off())
     num_pages = pick_num_pages(model, config, context_len, built.values())
     all_pages = num_pages + NUM_RESERVED_PAGES
     num_host_pages = pick_num_host_pages(model, config, built.values())
@@ -141,6 +165,7 @@ def assemble_engine(
         accept=accept,
         debug=config.debug,
     )
+    shapes = {name: shape_of(drafter) for name, drafter in built.items()}
     scheduler = Scheduler(
         Ledger(
             config.max_num_seqs,
@@ -150,12 +175,12 @@ def assemble_engine(
             order,
             caching=config.enable_prefix_caching,
             num_host_pages=num_host_pages,
+            shifted_kv=any(drafter.shifted_kv for drafter in built.values()),
         ),
-        {name: DraftLimits(d.depth, d.num_nodes, d.max_writes, d.shifted_kv, d.kv_behind) for name, d in built.items()},
-        next(iter(built)),
+        shapes,
+        chooser(shapes, config),
         config.max_num_batched_tokens,
         Policy(config.scheduling_policy, config.admission_headroom_tokens),
-        _widths(next(iter(built.values())), config),
     )
     return Engine(
         scheduler=scheduler,
@@ -167,11 +192,6 @@ def assemble_engine(
         stop_text=stop_text,
         debug=config.debug,
     )
-
-
-def _widths(drafter: Drafter, config: EngineConfig) -> WidthModel | None:
-    """The cost model; without one, every step drafts as much as it may."""
-    return WidthModel(drafter.depth, drafter.num_nodes) if config.adaptive_speculation and drafter.num_nodes else None
 
 
 def pick_device(name: str) -> torch.device:

@@ -1,11 +1,16 @@
-"""Runs the drafters of a step. Rows are grouped by the drafter their plan names; a group resolves, proposes, observes, stashes.
+"""Runs the drafters of a step. Rows are grouped by the drafters their plan names: one proposes, and one (the same, or another)
+observes; what it relays is found by the next step.
+
+    resolve what relayed_by stashed ─► propose: drafter ─► ... verify ... ─► observe: observer (and fills) ─► stash
 
 The engine never asks which drafter it has: plain decoding is a group whose drafter proposes nothing and relays nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -13,7 +18,7 @@ from torch import Tensor
 
 from slipstream.attention.kv import KVCache
 from slipstream.engine.device_state import DeviceState
-from slipstream.engine.plan import Chunk, StepPlan, VerifyRow
+from slipstream.engine.plan import Chunk, Fill, StepPlan, VerifyRow
 from slipstream.engine.step_index import StepIndex
 from slipstream.errors import InvariantBroken
 from slipstream.relay import FutureMap, RelayPayload, Rows
@@ -41,6 +46,14 @@ class Drafting:
         self._state = state
         self._sampling = sampling
         self._kv = kv
+        self._propose_s: dict[str, float] = {}
+        self._observe_s: dict[str, float] = {}
+
+    def take_seconds(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Seconds each drafter took to propose, and to observe, since this was asked last."""
+        seconds = self._propose_s, self._observe_s
+        self._propose_s, self._observe_s = {}, {}
+        return seconds
 
     def depth(self, plan: StepPlan) -> int:
         """Longest path this step's drafts can have."""
@@ -48,13 +61,13 @@ class Drafting:
 
     def taps(self, plan: StepPlan) -> tuple[int, ...]:
         """Target layers the drafters of this step want to see, ascending."""
-        names = {part.drafter for part in plan.parts}
+        names = {part.observer for part in plan.parts}
         return tuple(sorted({layer for name in names for layer in self._drafters[name].taps}))
 
     def propose(self, plan: StepPlan, rows: Rows, lengths: Tensor, limits: Tensor) -> tuple[Tensor, Draft]:
         """Roots [R] and drafts of the verify rows, clamped to what the plan and each row's limit allow."""
         width = plan.verify_width
-        groups = [self._propose_group(plan, name, picked, rows, lengths) for name, picked in _groups(plan.rows).items()]
+        groups = [self._propose_group(plan, *key, picked, rows, lengths) for key, picked in _proposing(plan.rows).items()]
         if len(groups) == 1:
             roots, draft = groups[0][1:]
             draft = _padded(draft, width)
@@ -69,39 +82,57 @@ class Drafting:
     def observe(
         self, plan: StepPlan, index: StepIndex, rows: Rows, base_lens: Tensor, verdict: Verdict, taps: Tensor | None
     ) -> None:
-        """Show each drafter its tokens and verdicts, and stash the payload of every row that sampled."""
+        """Show each observer its tokens and verdicts, and stash the payload of every row that sampled."""
         layers = self.taps(plan)
         sampled = plan.sampled
-        for name, picked in _groups(sampled, also=plan.chunks).items():
+        for name, picked in _observing(plan).items():
             drafter = self._drafters[name]
             chosen = self._state.upload(picked)
             group = Rows(rows.slots.index_select(0, chosen), rows.epochs.index_select(0, chosen))
             own = verdict if len(picked) == len(sampled) else _select_verdict(verdict, chosen)
-            ctx = self._context([sampled[i] for i in picked], group, base_lens.index_select(0, chosen))
+            lengths = base_lens.index_select(0, chosen)
+            self._begin(drafter, [sampled[i] for i in picked], group.slots, lengths)
+            ctx = self._context(drafter, [sampled[i] for i in picked], group, lengths)
             ctx = replace(ctx, chunks=self._chunks(plan, index, name))
             seen = None if taps is None else self._own_taps(plan, index, name, taps, layers)
-            payload = RelayPayload.from_draft_input(own.bonus_tokens, drafter.observe(ctx, own, seen))
+            with _timed(name, self._observe_s):
+                extras = drafter.observe(ctx, own, seen)
             if picked:
-                self._relay.stash(group, payload, name)
+                self._relay.stash(group, RelayPayload.from_draft_input(own.bonus_tokens, extras), name)
 
     def _propose_group(
-        self, plan: StepPlan, name: str, picked: list[int], rows: Rows, lengths: Tensor
+        self, plan: StepPlan, relayed_by: str, name: str, picked: list[int], rows: Rows, lengths: Tensor
     ) -> tuple[Tensor, Tensor, Draft]:
         chosen = self._state.upload(picked)
         group = Rows(rows.slots.index_select(0, chosen), rows.epochs.index_select(0, chosen))
-        payload = self._relay.resolve(group, name)
+        payload = self._relay.resolve(group, relayed_by)
+        if relayed_by != name:
+            payload = RelayPayload(payload.bonus_tokens)
         planned = [plan.rows[i] for i in picked]
-        ctx = self._context(planned, group, lengths.index_select(0, chosen))
-        draft = self._drafters[name].propose(ctx, payload, max(row.num_nodes for row in planned))
-        if draft.probs is not None and (draft.parents is not None or draft.probs.shape[:2] != draft.tokens.shape):
-            kind = "a chain" if draft.parents is None else "a tree"
-            raise InvariantBroken(
-                f"what {name} draws at random must be a chain with a q for each node, but got {kind} of "
-                f"{tuple(draft.tokens.shape)} tokens with q of {tuple(draft.probs.shape)}"
-            )
+        width = max(row.num_nodes for row in planned)
+        if width == 0:
+            bonus = payload.bonus_tokens
+            return chosen, bonus, Draft(bonus.new_empty((len(picked), 0)), torch.zeros_like(bonus))
+        drafter = self._drafters[name]
+        ctx = self._context(drafter, planned, group, lengths.index_select(0, chosen))
+        with _timed(name, self._propose_s):
+            draft = drafter.propose(ctx, payload, width)
+        _check_probs(name, draft)
         return chosen, payload.bonus_tokens, draft
 
-    def _context(self, planned: Sequence[Chunk | VerifyRow], rows: Rows, lengths: Tensor) -> StepContext:
+    def _begin(self, drafter: Drafter, planned: Sequence[Chunk | VerifyRow], slots: Tensor, lengths: Tensor) -> None:
+        """Where a drafter that cannot catch up begins to watch a row, its KV is whole from there on."""
+        new = [i for i, part in enumerate(planned) if isinstance(part, VerifyRow) and part.observer != part.relayed_by]
+        if new and drafter.kv_layers and not drafter.catches_up:
+            chosen = self._state.upload(new)
+            self._state.draft_from.index_copy_(0, slots.index_select(0, chosen), lengths.index_select(0, chosen))
+
+    def _draft_from(self, drafter: Drafter, slots: Tensor) -> Tensor:
+        return torch.zeros_like(slots) if drafter.catches_up else self._state.draft_from.index_select(0, slots)
+
+    def _context(
+        self, drafter: Drafter, planned: Sequence[Chunk | VerifyRow], rows: Rows, lengths: Tensor
+    ) -> StepContext:
         state = self._state
         return StepContext(
             slots=rows.slots,
@@ -114,28 +145,33 @@ class Drafting:
             history=state.history,
             sampling=self._sampling.rows([part.slot for part in planned]),
             kv=self._kv,
-            draft_from=state.draft_from.index_select(0, rows.slots),
+            draft_from=self._draft_from(drafter, rows.slots),
         )
 
     def _chunks(self, plan: StepPlan, index: StepIndex, name: str) -> ChunkTokens | None:
-        own = [chunk for chunk in plan.chunks if chunk.drafter == name]
+        """The prompt chunks a drafter watches, and behind them what it has to fill in."""
+        chunks = [chunk for chunk in plan.chunks if chunk.observer == name]
+        own: list[Chunk | Fill] = [*chunks, *(fill for fill in plan.fills if fill.drafter == name)]
         if not own:
             return None
-        slots, positions = index.chunk_slots, index.chunk_positions
-        if len(own) != len(plan.chunks):
-            tokens = self._state.upload(_own_chunk_tokens(plan, name))
-            slots, positions = slots.index_select(0, tokens), positions.index_select(0, tokens)
-        rows = self._state.upload([chunk.slot for chunk in own])
+        if len(own) == len(plan.chunks) == len(chunks):
+            slots, positions = index.chunk_slots, index.chunk_positions
+        else:
+            lens = self._state.upload([each.num_tokens for each in own])
+            slots = self._state.upload([each.slot for each in own])
+            slots = slots.repeat_interleave(lens, output_size=sum(each.num_tokens for each in own))
+            positions = self._state.upload([at for each in own for at in range(each.start, each.start + each.num_tokens)])
+        rows = self._state.upload([each.slot for each in own])
         return ChunkTokens(
             slots=rows,
-            starts=self._state.upload([chunk.start for chunk in own]),
-            lens=tuple(chunk.num_tokens for chunk in own),
+            starts=self._state.upload([each.start for each in own]),
+            lens=tuple(each.num_tokens for each in own),
             tokens=self._state.history[slots, positions],
             next_tokens=self._state.history[slots, positions + 1],
-            is_last=tuple(chunk.is_last for chunk in own),
-            ends=tuple(chunk.start + chunk.num_tokens for chunk in own),
+            is_last=tuple(isinstance(each, Chunk) and each.is_last for each in own),
+            ends=tuple(each.start + each.num_tokens for each in own),
             page_tables=self._state.page_tables.index_select(0, rows),
-            draft_from=self._state.draft_from.index_select(0, rows),
+            draft_from=self._draft_from(self._drafters[name], rows),
         )
 
     def _own_taps(self, plan: StepPlan, index: StepIndex, name: str, taps: Tensor, layers: tuple[int, ...]) -> Tensor | None:
@@ -146,32 +182,49 @@ class Drafting:
         hidden = taps.shape[1] // len(layers)
         if wanted != layers:
             taps = torch.cat([taps[:, (at := layers.index(layer)) * hidden : (at + 1) * hidden] for layer in wanted], 1)
-        own = [i for i, part in enumerate(plan.parts) if part.drafter == name]
+        own = [i for i, part in enumerate(plan.parts) if part.observer == name]
         if len(own) == len(index.query_lens):
             return taps
         parts = torch.split(taps, list(index.query_lens))
         return torch.cat([parts[i] for i in own])
 
 
-def _groups(parts: Sequence[Chunk | VerifyRow], also: Sequence[Chunk] = ()) -> dict[str, list[int]]:
-    """Drafter -> places of its rows in `parts`; drafters that only have a chunk in `also` get an empty list."""
-    groups: dict[str, list[int]] = {}
-    for place, part in enumerate(parts):
-        groups.setdefault(part.drafter, []).append(place)
-    for chunk in also:
-        groups.setdefault(chunk.drafter, [])
+@contextmanager
+def _timed(name: str, seconds: dict[str, float]) -> Iterator[None]:
+    started = time.perf_counter()
+    yield
+    seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - started
+
+
+def _proposing(rows: Sequence[VerifyRow]) -> dict[tuple[str, str], list[int]]:
+    """(relayed_by, drafter) -> places of its rows."""
+    groups: dict[tuple[str, str], list[int]] = {}
+    for place, row in enumerate(rows):
+        groups.setdefault((row.relayed_by, row.drafter), []).append(place)
     return groups
 
 
-def _own_chunk_tokens(plan: StepPlan, name: str) -> list[int]:
-    """Places, among the step's chunk tokens, of those in this drafter's chunks."""
-    places: list[int] = []
-    at = 0
+def _observing(plan: StepPlan) -> dict[str, list[int]]:
+    """Observer -> places of its rows among those that sampled; who only has chunks that do not sample, or fills, gets none."""
+    groups: dict[str, list[int]] = {}
+    for place, part in enumerate(plan.sampled):
+        groups.setdefault(part.observer, []).append(place)
     for chunk in plan.chunks:
-        if chunk.drafter == name:
-            places.extend(range(at, at + chunk.num_tokens))
-        at += chunk.num_tokens
-    return places
+        groups.setdefault(chunk.observer, [])
+    for fill in plan.fills:
+        groups.setdefault(fill.drafter, [])
+    return groups
+
+
+def _check_probs(name: str, draft: Draft) -> None:
+    """Verification knows one way of refusing what was drawn at random: along a chain."""
+    probs = draft.probs
+    if probs is not None and (draft.parents is not None or probs.shape[:2] != draft.tokens.shape):
+        kind = "a chain" if draft.parents is None else "a tree"
+        raise InvariantBroken(
+            f"what {name} draws at random must be a chain with a q for each node, but got {kind} of {tuple(draft.tokens.shape)} "
+            f"tokens with q of {tuple(probs.shape)}"
+        )
 
 
 def _padded(draft: Draft, width: int) -> Draft:

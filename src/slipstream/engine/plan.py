@@ -62,7 +62,7 @@ class PageDelta:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A run of prompt tokens [start, start + num_tokens) of one slot; a last chunk samples the next token.
+    """A run of prompt tokens [start, start + num_tokens) of one slot, watched by a drafter; a last chunk samples the next token.
 
     `num_prompt_logprobs`: None, or how many of the most likely tokens to list at each of its positions whose next token is of
     the prompt: at all of them, but for the last position of a last chunk.
@@ -70,7 +70,7 @@ class Chunk:
 
     slot: int
     epoch: int
-    drafter: str
+    observer: str
     start: int
     num_tokens: int
     is_last: bool
@@ -96,14 +96,34 @@ class Chunk:
 class VerifyRow:
     """A decoding row: its root (the bonus token) plus `num_nodes` drafted nodes.
 
-    `max_len` is the scheduler's upper bound of the committed length at the start of this step, which is the root's position.
+    Attributes:
+        relayed_by: who watched its last step; that payload is found.
+        drafter: who proposes: that one, or a drafter without state.
+        observer: who watches this step.
+        max_len: the scheduler's upper bound of the committed length at the start of this step, which is the root's position.
+    """
+
+    slot: int
+    epoch: int
+    relayed_by: str
+    drafter: str
+    observer: str
+    num_nodes: int
+    max_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """Committed tokens [start, start + num_tokens) of a slot that a drafter's own KV lacks and gets once the step is decided.
+
+    The last of them may not have been reached yet: the device fills as far as the row has come.
     """
 
     slot: int
     epoch: int
     drafter: str
-    num_nodes: int
-    max_len: int
+    start: int
+    num_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +143,7 @@ class StepPlan:
     page_copies: tuple[tuple[int, int], ...] = ()
     chunks: tuple[Chunk, ...] = ()
     rows: tuple[VerifyRow, ...] = ()
+    fills: tuple[Fill, ...] = ()
 
     @property
     def parts(self) -> tuple[Chunk | VerifyRow, ...]:
@@ -189,7 +210,7 @@ class StepResult:
         grammar_ends: [rows] int64, committed tokens up to and with the one that closed the row's grammar; -1: not closed.
         grammar_errors: row -> what went wrong with its grammar.
         logprobs: None when no row asked.
-        device_s: seconds the device step took. draft_s: of them, those in drafters.
+        device_s: seconds the device step took. propose_s, observe_s: of them, those in each drafter.
         prompt_logprobs: place in the plan's chunks -> logprobs, for those that asked.
     """
 
@@ -202,5 +223,6 @@ class StepResult:
     grammar_errors: dict[int, str]
     logprobs: StepLogprobs | None
     device_s: float
-    draft_s: float = 0.0
+    propose_s: Mapping[str, float] = field(default_factory=dict)
+    observe_s: Mapping[str, float] = field(default_factory=dict)
     prompt_logprobs: Mapping[int, ChunkLogprobs] = field(default_factory=dict)

@@ -11,7 +11,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from slipstream.cache.ledger import Holding
-from slipstream.speculate.width import Acceptance
+from slipstream.speculate.choice import RowDrafting
 from slipstream.types import EngineRequest, FinishReason, TokenLogprobs
 
 
@@ -34,7 +34,7 @@ class Request:
         is_leaving: it will be retracted once its last step is settled; no further step names it.
         num_cached: prompt tokens found in the prefix cache when it was first admitted. queue_s: how long that took.
         num_overtaken: requests of lower rank that were admitted before it.
-        acceptance: how its drafts have fared, for the cost model.
+        drafting: who watches and drafts it, and how that has fared.
     """
 
     request: EngineRequest
@@ -54,7 +54,7 @@ class Request:
     queue_s: float | None = None
     num_retractions: int = 0
     num_overtaken: int = 0
-    acceptance: Acceptance = field(default_factory=Acceptance)
+    drafting: RowDrafting = field(default_factory=RowDrafting)
     num_drafted: int = 0
     num_accepted: int = 0
 

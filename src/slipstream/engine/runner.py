@@ -95,9 +95,7 @@ class Runner:
             rows = Rows(*(self.state.upload([getattr(part, field) for part in plan.parts]) for field in ("slot", "epoch")))
             limits = self.state.limits.index_select(0, rows.slots)
             bases = self._base_lens(plan, rows)
-            drafting = time.perf_counter()
             roots, draft = self._propose(plan, rows, bases, limits)
-            draft_s = time.perf_counter() - drafting
             sampled = self._sampled_rows(plan, index, rows, bases, limits, roots, draft)
 
             masks = self._masks.start(plan, sampled)
@@ -112,14 +110,13 @@ class Runner:
             if draft.parents is not None:
                 self._compact(sampled, verdict)
             who = Rows(sampled.slots, rows.epochs.index_select(0, index.sampled_parts))
-            drafting = time.perf_counter()
             self._drafting.observe(plan, index, who, sampled.base_lens, verdict, taps)
-            draft_s += time.perf_counter() - drafting
             logprobs = self._logprobs.of(plan, sampled, logits, params, verdict, allowed)
             of_prompts = prompt_logprobs(plan, index, hidden, self.state.history, self.model)
             with declared("the result travels to the host"):
                 tokens, accept_lens = verdict.tokens.numpy(force=True), verdict.accept_lens.numpy(force=True)
                 num_drafted, non_finite = sampled.draft.num_nodes.numpy(force=True), verdict.non_finite.numpy(force=True)
+        propose_s, observe_s = self._drafting.take_seconds()
         # Tokens of sick logits mean nothing; a matcher that took them would blame the grammar.
         sound = np.where(non_finite < 0, accept_lens, non_finite)
         grammar_ends, errors = self._masks.commit(plan, tokens, sound)
@@ -133,7 +130,8 @@ class Runner:
             grammar_errors=errors,
             logprobs=logprobs,
             device_s=time.perf_counter() - started,
-            draft_s=draft_s,
+            propose_s=propose_s,
+            observe_s=observe_s,
             prompt_logprobs=of_prompts,
         )
 

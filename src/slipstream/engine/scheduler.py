@@ -5,37 +5,29 @@ It imports no torch and never waits: what the device has not told yet it bounds 
 A step's token budget is dealt out in this order:
     1. a root for each decoding row (round-robin where the budget is smaller than the rows),
     2. a share for prompts, so that a long prompt goes on however wide the drafts are,
-    3. draft nodes, at most evenly, from what is left after the prompts; how many, the cost model says (speculate/width.py).
+    3. draft nodes, at most evenly, from what is left after the prompts; whose and how many, speculate/choice.py says,
+    4. what drafters' own KV must catch up with.
 Pages likewise: the next page of each decoding row, by rank; all pages of a newly admitted prompt; pages for draft nodes.
 """
 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from slipstream.cache.ledger import NO_MATCH, Holding, Ledger, Match
-from slipstream.engine.plan import Admit, Chunk, PageDelta, Retire, StepPlan, StepResult, VerifyRow
+from slipstream.cache.ledger import NO_END, NO_MATCH, Holding, Ledger, Match
+from slipstream.cache.prefix import NOBODY
+from slipstream.engine.plan import Admit, Chunk, Fill, PageDelta, Retire, StepPlan, StepResult, VerifyRow
 from slipstream.engine.policy import Policy, RankedList, victim_of_pressure, victim_of_priority
 from slipstream.engine.request import Request
 from slipstream.errors import InvariantBroken
-from slipstream.speculate.width import WidthModel
+from slipstream.speculate.choice import OFF, Choice, Chooser, Shape
 
 PROMPT_SHARE = 4  # a quarter of the budget goes to waiting prompts before any draft node
-
-
-@dataclass(frozen=True, slots=True)
-class DraftLimits:
-    """What the scheduler must know of a drafter."""
-
-    depth: int
-    num_nodes: int
-    max_writes: int
-    shifted_kv: bool = False
-    kv_behind: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +47,7 @@ class _Draft:
     deltas: list[PageDelta] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
     prompts: list[Request] = field(default_factory=list)  # whose the chunks are
+    fills: list[Fill] = field(default_factory=list)
 
 
 class Scheduler:
@@ -62,21 +55,19 @@ class Scheduler:
 
     Args:
         ledger: slots and pages.
-        drafters: name -> limits; must hold `drafter`.
-        drafter: which one requests draft with.
+        shapes: of every drafter, by name.
+        chooser: who drafts, and how far.
         max_num_batched_tokens: most tokens the target computes in a step, at least 2.
         policy: who comes first.
-        widths: chooses how many nodes rows draft; None: as many as may be.
     """
 
     def __init__(
         self,
         ledger: Ledger,
-        drafters: Mapping[str, DraftLimits],
-        drafter: str,
+        shapes: Mapping[str, Shape],
+        chooser: Chooser,
         max_num_batched_tokens: int,
         policy: Policy | None = None,
-        widths: WidthModel | None = None,
     ) -> None:
         self.ledger = ledger
         self.waiting = RankedList()
@@ -85,9 +76,9 @@ class Scheduler:
         self.num_retractions = 0
         self.num_cached_tokens = 0
         self._policy = policy or Policy()
-        self._widths = widths
-        self._drafter = drafter
-        self._limits = drafters[drafter]
+        self._chooser = chooser
+        self._shapes = shapes
+        self._max_nodes = max(shape.num_nodes for shape in shapes.values())
         self._budget = max_num_batched_tokens
         self._retires: list[Retire] = []
         self._replaced: list[tuple[Holding, PageDelta]] = []  # pages that the next step must find in tables in place of others
@@ -111,16 +102,27 @@ class Scheduler:
             self.ledger.settle(_holding(request))
 
     def learn(self, launched: Launched, result: StepResult) -> None:
-        """Tell the cost model what a step took, and how the drafts of its rows fared."""
-        if self._widths is None:
-            return
+        """Tell the chooser what a step took, and how the drafts of its rows fared."""
         plan = launched.plan
-        num_nodes = sum(row.num_nodes for row in plan.rows)
-        self._widths.step_took(plan.num_tokens, num_nodes, result.device_s, result.draft_s)
+        num_nodes: Counter[str] = Counter()
+        for row in plan.rows:
+            num_nodes[row.drafter] += row.num_nodes
+        in_drafters = sum(result.propose_s.values()) + sum(result.observe_s.values())
+        prompts = {chunk.observer for chunk in plan.chunks}
+        filled: Counter[str] = Counter()
+        for fill in plan.fills:
+            filled[fill.drafter] += fill.num_tokens
+        draft_s = dict(result.propose_s)
+        for name, seconds in result.observe_s.items():  # what it takes to watch prompts and to catch up is not what drafts take
+            if name in filled and name not in prompts:
+                self._chooser.filled(name, filled[name], seconds)
+            elif name not in prompts and name in draft_s:
+                draft_s[name] += seconds
+        self._chooser.step_took(plan.num_tokens, num_nodes, result.device_s - in_drafters, draft_s)
         first = len(launched.sampled) - len(plan.rows)
         for request, row, accepted in zip(launched.sampled[first:], plan.rows, result.accept_lens[first:].tolist(), strict=True):
             if row.num_nodes and request.finish_reason is None:
-                self._widths.draft_was(request.acceptance, max(accepted - 1, 0), row.num_nodes)
+                self._chooser.draft_was(request.drafting, row.drafter, max(accepted - 1, 0), row.num_nodes)
 
     def plan(self) -> Launched | None:
         """The next step, or None when there is nothing to launch right now."""
@@ -135,8 +137,7 @@ class Scheduler:
         budget = self._budget - len(rows)
         self._plan_prompts(draft, candidate, budget, bool(rows))
         num_prompt_tokens = sum(chunk.num_tokens for chunk in draft.chunks)
-        nodes = self._nodes_per_row(rows, budget - num_prompt_tokens, num_prompt_tokens)
-        verify_rows = [self._row(request, count, draft) for request, count in zip(rows, nodes, strict=True)]
+        verify_rows = self._verify_rows(rows, budget - num_prompt_tokens, num_prompt_tokens, draft)
         self._make_way(paused)
         if not draft.chunks and not verify_rows:
             return self._nothing_planned()
@@ -155,6 +156,7 @@ class Scheduler:
             page_copies=moves.copies,
             chunks=tuple(draft.chunks),
             rows=tuple(verify_rows),
+            fills=tuple(draft.fills),
         )
         return self._launch(plan, draft.prompts, rows)
 
@@ -177,21 +179,71 @@ class Scheduler:
         self._turn += most
         return (rows[start:] + rows[:start])[:most]
 
-    def _row(self, request: Request, num_nodes: int, draft: _Draft) -> VerifyRow:
-        if num_nodes and not self._reserve(request, max(1 + num_nodes, self._limits.max_writes), draft):
-            num_nodes = 0
-        holding = _holding(request)
-        return VerifyRow(holding.slot, holding.epoch, self._drafter_of(request), num_nodes, request.max_committed_len)
-
-    def _nodes_per_row(self, rows: list[Request], budget: int, num_prompt_tokens: int) -> list[int]:
+    def _verify_rows(self, rows: list[Request], budget: int, num_prompt_tokens: int, draft: _Draft) -> list[VerifyRow]:
         """Deal draft nodes, at most evenly; a row never gets more than it may still commit (its bonus comes on top)."""
         if not rows:
             return []
-        share = min(self._limits.num_nodes, budget // len(rows))
+        share = budget // len(rows)
         most = [min(share, r.max_nodes, r.limit - len(r.tokens) - len(r.steps_in_flight) - 1) for r in rows]
-        if self._widths is None:
-            return most
-        return self._widths.widths([request.acceptance for request in rows], most, num_prompt_tokens)
+        for request in rows:
+            request.drafting.missing = request.max_committed_len - self._covered(request, _holding(request).drafter)
+        choices = self._chooser.choose([request.drafting for request in rows], most, num_prompt_tokens)
+        left = budget - sum(choice.num_nodes for choice in choices)
+        verify_rows: list[VerifyRow] = []
+        for request, choice in zip(rows, choices, strict=True):
+            num_nodes = choice.num_nodes
+            if num_nodes and not self._reserve(request, max(1 + num_nodes, self._shapes[choice.drafter].max_writes), draft):
+                num_nodes = 0
+            relayed_by = request.drafting.observer
+            left -= self._observe(request, choice, num_nodes, left, draft)
+            holding, observer = _holding(request), request.drafting.observer
+            max_len = request.max_committed_len
+            verify_rows.append(VerifyRow(holding.slot, holding.epoch, relayed_by, choice.drafter, observer, num_nodes, max_len))
+        return verify_rows
+
+    def _observe(self, request: Request, choice: Choice, num_nodes: int, budget: int, draft: _Draft) -> int:
+        """Hand the row to the observer that was chosen, or bring that one nearer. Returns the tokens it fills in."""
+        drafting, holding = request.drafting, _holding(request)
+        drafting.idle = 0 if choice.drafter == drafting.observer and num_nodes else drafting.idle + 1
+        if choice.drafter == drafting.on_trial and num_nodes:
+            drafting.on_trial = ""
+        old, wanted = self._shapes[drafting.observer], choice.observer
+        if wanted == drafting.observer and old.has_kv and old.catches_up and drafting.idle:
+            wanted = OFF
+        if wanted == drafting.observer:
+            return 0
+        new = self._shapes[wanted]
+        if old.has_kv:  # of what the steps in flight add nothing is known
+            holding.draft_to = max(holding.draft_from, len(request.tokens) - 1 - old.kv_behind)
+        if not new.has_kv:
+            drafting.observer, drafting.idle = wanted, 0
+            return 0
+        count = 0
+        start, end = 0, request.max_committed_len
+        if new.catches_up:
+            start = self._covered(request, wanted)
+            count = min(end + 1 + num_nodes, request.limit) - start
+            if count > max(budget, 1):
+                count = max(0, min(budget, len(request.tokens) - 1 - start))
+                end = start + count
+            if count:
+                draft.fills.append(Fill(holding.slot, holding.epoch, wanted, start, count))
+        is_whole = not new.catches_up or start + count > end
+        holding.drafter = wanted
+        holding.draft_from, holding.draft_to = (0 if new.catches_up else end), (NO_END if is_whole else end)
+        if is_whole:
+            drafting.observer, drafting.idle = wanted, 0
+            if new.catches_up:
+                self.ledger.cover(holding)
+        else:
+            drafting.observer = OFF
+        return count
+
+    def _covered(self, request: Request, drafter: str) -> int:
+        """Tokens, from the first on, that a drafter which catches up has KV of."""
+        holding = _holding(request)
+        whole = holding.drafter == drafter != NOBODY and holding.draft_from == 0
+        return min(holding.draft_to, request.max_committed_len) if whole else 0
 
     def _reserve(self, request: Request, num_writes: int, draft: _Draft) -> bool:
         """Make the next `num_writes` positions of a row writable, as far as its limit; false: no pages."""
@@ -206,7 +258,7 @@ class Scheduler:
 
     def _plan_prompts(self, draft: _Draft, candidate: tuple[Request, Match] | None, budget: int, decoding: bool) -> None:
         """Chunks of admitted requests first, by rank, then of new ones."""
-        if decoding and self._limits.num_nodes:
+        if decoding and self._max_nodes:
             budget = min(budget, max(1, self._budget // PROMPT_SHARE))
         for request in self.running:
             if request.is_prefilling and not request.is_leaving and budget > 0:
@@ -229,12 +281,15 @@ class Scheduler:
     def _match(self, request: Request) -> Match:
         if request.num_prompt_logprobs is not None:  # logits at every position of its prompt are needed
             return NO_MATCH
-        drafter = self._drafter_of(request)
+        observer = self._first_observer(request)
+        shape = self._shapes[observer]
         parent = self._parent(request)
         sibling = parent.holding if parent is not None and request.num_output == 0 and parent.has_launched_prompt else None
-        return self.ledger.match(
-            request.request.cache_salt, request.tokens, drafter, shifted_kv=self._limits.shifted_kv, sibling=sibling
-        )
+        drafter = observer if shape.has_kv else NOBODY
+        return self.ledger.match(request.request.cache_salt, request.tokens, drafter, sibling)
+
+    def _first_observer(self, request: Request) -> str:
+        return self._chooser.first_observer(len(self.running)) if request.max_nodes else OFF
 
     def _must_wait(self, request: Request) -> bool:
         """A sample of a prompt that another sample is just computing waits for the pages instead of computing them again."""
@@ -248,7 +303,12 @@ class Scheduler:
     def _admit(self, request: Request, match: Match, draft: _Draft) -> None:
         self.waiting.remove(request)
         self._policy.note_admitted(request, self.waiting)
-        holding = self.ledger.admit(match, len(request.tokens), request.request.cache_salt, self._drafter_of(request))
+        observer = self._first_observer(request)
+        if match.draft_from and self._shapes[observer].catches_up:  # it comes in once it has filled its KV in
+            observer = OFF
+        drafter = observer if self._shapes[observer].has_kv else NOBODY
+        holding = self.ledger.admit(match, len(request.tokens), request.request.cache_salt, drafter)
+        request.drafting.observer, request.drafting.idle, request.drafting.on_trial = observer, 0, ""
         request.admitted(holding, match.computed_len, time.monotonic())
         self.num_cached_tokens += match.computed_len
         self.running.add(request)
@@ -271,15 +331,10 @@ class Scheduler:
         count = min(request.prefill_len - start, budget)
         request.prefilled += count
         holding = _holding(request)
-        drafter, is_last = self._drafter_of(request), not request.is_prefilling
-        draft.chunks.append(
-            Chunk(holding.slot, holding.epoch, drafter, start, count, is_last, request.num_prompt_logprobs)
-        )
+        observer, is_last = request.drafting.observer, not request.is_prefilling
+        draft.chunks.append(Chunk(holding.slot, holding.epoch, observer, start, count, is_last, request.num_prompt_logprobs))
         draft.prompts.append(request)
         return count
-
-    def _drafter_of(self, request: Request) -> str:
-        return self._drafter
 
     # -- pressure -------------------------------------------------------------------------------------------------------
 
@@ -310,7 +365,7 @@ class Scheduler:
         self._retires.append(Retire(holding.slot, holding.epoch))
         settled = request.prefilled if request.is_prefilling else len(request.tokens) - 1
         if settled > request.prefill_len:  # of what steps have decoded, what its drafter's own KV has for sure
-            settled = max(request.prefill_len, settled - self._limits.kv_behind)
+            settled = max(request.prefill_len, settled - self._shapes[request.drafting.observer].kv_behind)
         self.ledger.cache(holding, request.tokens, settled)
         self.ledger.release(holding)
 
@@ -318,7 +373,7 @@ class Scheduler:
 
     def _launch(self, plan: StepPlan, prompts: list[Request], rows: list[Request]) -> Launched:
         for request, row in zip(rows, plan.rows, strict=True):
-            request.steps_in_flight.append(1 + min(row.num_nodes, self._limits.depth))
+            request.steps_in_flight.append(1 + min(row.num_nodes, self._shapes[row.drafter].depth))
         last = [request for request, chunk in zip(prompts, plan.chunks, strict=True) if chunk.is_last]
         for request in last:
             request.steps_in_flight.append(1)

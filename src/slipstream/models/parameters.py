@@ -60,19 +60,27 @@ class Parameters:
         return name in self._left
 
     @property
+    def name(self) -> str:
+        """What to call the checkpoint in errors."""
+        return self._source.name
+
+    @property
     def left(self) -> frozenset[str]:
         """Names of the tensors that nobody took yet."""
         return frozenset(self._left)
 
-    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """The tensor `name`, which must have `shape`. Raises `ModelError` if it is missing, taken before or of another shape."""
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
+        """The tensor `name`, which must have `shape`, in the model's dtype or the one given.
+
+        Raises `ModelError` if it is missing, taken before or of another shape.
+        """
         if name not in self._left:
             raise ModelError(f"{self._source.name}: the checkpoint must hold {name}, but it does not")
         given = self._source.shape(name)
         if given != shape:
             raise ModelError(f"{self._source.name}: {name} must have shape {list(shape)}, but got {list(given)}")
         self._left.remove(name)
-        tensor = self._source.read(name, self.dtype).to(self.device)
+        tensor = self._source.read(name, dtype or self.dtype).to(self.device)
         self.num_parameters += tensor.numel()
         if self._on_progress is not None:
             self._on_progress(min(1.0, self.num_parameters / self._total))

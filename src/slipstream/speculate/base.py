@@ -21,6 +21,9 @@ __all__ = ["ChunkTokens", "Draft", "DraftInput", "Drafter", "StepContext", "Verd
 class ChunkTokens:
     """Prompt chunks of a step, for `observe`: every token the target computed, each with the one that follows it.
 
+    For a drafter that catches up, runs of tokens that its own KV lacks come behind them, in the same form. Such a run may end
+    behind the row's committed length: what lies there means nothing, and is written again before it is read.
+
     Attributes:
         slots: [C] int64. starts: [C] int64, position of each chunk's first token. lens: tokens a chunk (host).
         tokens: [T_c] int64, flat. next_tokens: [T_c] int64: the token after each (the sampled one behind a last chunk).
@@ -128,6 +131,7 @@ class Drafter(Protocol):
     kv_layers: tuple[LayerKV, ...]  # what its own KV stores for a token, in the target's pages; () where it has none
     kv: KVCache | None  # that KV: the engine makes it before the first step, and copies pages in it with the target's
     kv_behind: int  # most positions before the committed length that its own KV may lack between two steps
+    catches_up: bool  # it can make its own KV of tokens it never watched, from the tokens alone (`ChunkTokens` that fill)
 
     def propose(self, ctx: StepContext, payload: RelayPayload, width: int) -> Draft:
         """Draft at most `width` nodes (it may be 0) a row from the roots `payload.bonus_tokens`."""

@@ -53,6 +53,7 @@ class DraftModel:
     taps: tuple[int, ...] = ()
     shifted_kv = False
     kv_behind = 1
+    catches_up = True
 
     def __init__(self, model: CausalLM, target: Target, width: int) -> None:
         self.depth = self.num_nodes = width
@@ -69,7 +70,7 @@ class DraftModel:
         self._is_behind: Tensor | None = None
 
     def propose(self, ctx: StepContext, payload: RelayPayload, width: int) -> Draft:
-        """`width` passes (at least one: it writes the root's KV). A row at the end of the draft model's context gets no node."""
+        """`width` passes. A row at the end of the draft model's context gets no node."""
         planned = torch.tensor(ctx.num_nodes, dtype=torch.int64, device=ctx.slots.device)
         # A row that gets fewer nodes has fewer pages: what it may not write goes to the scratch page.
         ends = torch.minimum(ctx.limits, ctx.lengths + planned.clamp(min=1)).clamp(max=self._model.context_len)
@@ -119,19 +120,20 @@ class DraftModel:
             query_lens=chunks.lens,
             max_key_lens=chunks.ends,
             num_chunks=len(chunks.lens),
+            first_keys=chunks.draft_from,
         )
-        self._forward(chunks.tokens, _from(layout, chunks.draft_from))
+        self._forward(chunks.tokens, layout)
 
     def _rows_layout(self, ctx: StepContext, base_lens: Tensor, ends: Tensor, num_tokens: int, level: int) -> BatchLayout:
-        layout = build_layout(
+        return build_layout(
             page_tables=ctx.page_tables,
             page_size=self._page_size,
             base_lens=base_lens,
             limits=ends,
             query_lens=(num_tokens,) * len(ctx.max_lens),
             max_key_lens=tuple(length + level + 1 for length in ctx.max_lens),
+            first_keys=ctx.draft_from,
         )
-        return _from(layout, ctx.draft_from)
 
     def _forward(self, tokens: Tensor, layout: BatchLayout) -> Tensor:
         if self.kv is None:
@@ -168,14 +170,6 @@ class DraftModel:
         if self._is_behind is None:
             self._is_behind = torch.zeros(len(history), dtype=torch.bool, device=history.device)
         return self._is_behind
-
-
-def _from(layout: BatchLayout, draft_from: Tensor) -> BatchLayout:
-    """The layout in which segment s sees keys from position draft_from[s] on; tokens stay at their positions."""
-    num_keys = layout.read_slots.shape[1]
-    shifted = torch.arange(num_keys, device=draft_from.device) + draft_from[:, None]
-    read_slots = layout.read_slots.gather(1, shifted.clamp(max=num_keys - 1))
-    return replace(layout, base_lens=layout.base_lens - draft_from, read_slots=torch.where(shifted < num_keys, read_slots, 0))
 
 
 def build(options: Mapping[str, str], target: Target) -> DraftModel:

@@ -25,6 +25,7 @@ class Off:
     kv_layers: tuple[LayerKV, ...] = ()
     kv: KVCache | None = None
     kv_behind = 0
+    catches_up = False
 
     def propose(self, ctx: StepContext, payload: RelayPayload, width: int) -> Draft:
         """An empty draft."""

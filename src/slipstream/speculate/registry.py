@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -18,7 +18,7 @@ from slipstream.speculate.accept import COUPLED, AcceptRule
 from slipstream.speculate.base import Drafter
 from slipstream.text.tokenizer import Tokenizer
 
-_NOT_DRAFTERS = frozenset({"accept", "base", "registry", "sampled_rows", "verify", "width"})
+_NOT_DRAFTERS = frozenset({"accept", "base", "choice", "registry", "sampled_rows", "verify", "width"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +73,17 @@ def build_drafter(spec: str, target: Target) -> tuple[str, Drafter]:
         raise ConfigError(f"--speculate must name one of {', '.join(drafter_names())}, but got {name!r}")
     drafter: Drafter = importlib.import_module(f"slipstream.speculate.{name}").build(options, target)
     return name, drafter
+
+
+def build_drafters(specs: Sequence[str], target: Target) -> dict[str, Drafter]:
+    """Build what several `--speculate` values name, by name. Raises `ConfigError` for a name given twice."""
+    built: dict[str, Drafter] = {}
+    for spec in specs or ("off",):
+        name, drafter = build_drafter(spec, target)
+        if name in built:
+            raise ConfigError(f"--speculate must name each drafter once, but got {name} twice")
+        built[name] = drafter
+    return built
 
 
 def known_options(drafter: str, options: Mapping[str, str], *names: str) -> None:

@@ -1,20 +1,23 @@
-"""The cost model: how many nodes each row drafts in a step, so that drafting never costs more than it brings.
+"""The cost model: who drafts for each row, and how many nodes, so that drafting never costs more than it brings.
 
-What a step takes, t(T), is learnt from the steps that run, by the tokens T they compute; what drafting takes besides, likewise.
-What a row's nodes bring is learnt by request: alpha, how often the next level of its drafts was accepted. Its first level brings
-alpha tokens, its second alpha^2, and so on. The levels of all rows, best first, are taken as long as
+What a step takes, t(T), is learnt from the steps that run, by the tokens T they compute; what each drafter takes, likewise.
+What nodes bring is learnt by request and drafter: alpha, how often the next level of its drafts was accepted. The first level
+brings alpha tokens, the second alpha^2, and so on. Each row takes the drafter that would bring most, net of its time, if all R
+rows drafted like it. Then the levels of all rows, best first, are taken as long as
 
     tokens a second        (R + what they bring) / (t(R + their nodes) + drafting)                           grows.
 
 A row that drafts nothing would never learn that it should. A two-hundredth of the time is set aside for trying: it is saved up
-step by step, and spent on the row that has gone longest without. It imports no torch.
+step by step, and spent on the row and drafter that have gone longest without. It imports no torch.
 """
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+
+from slipstream.speculate.choice import OFF, Acceptance, Choice, RowDrafting, Shape
 
 SMOOTHING = 0.2  # share of a new measurement in a mean
 OUTLIER = 1.5  # a measurement counts as at most this many times the mean: machines have hiccups
@@ -23,8 +26,12 @@ ROW_MEMORY, ALL_MEMORY = 0.85, 0.99  # how much of what was seen still counts on
 PRIOR_WEIGHT = 1.0  # levels that a new request is thought to have seen, with the acceptance of the others
 FIRST_ALPHA = 0.6  # acceptance before anything is known: worth a try
 PROMISE = 1.05  # drafting must promise this many times the rate of plain decoding: of many noisy estimates the best is too good
+Costs = Mapping[str, Sequence[float]]  # by drafter, of 1, 2, ... levels
+
 TRYING_SHARE = 0.005
 TRIED_LEVELS = 2
+CHANGE = 0.1  # tokens a step by which another observer must promise more than what there is
+STAY = 32  # steps for which a new observer is thought to stay; one that cannot catch up leaves after so many idle ones
 
 
 class Curve:
@@ -71,96 +78,147 @@ class Curve:
         return max(0.0, seconds[left] + slope * (count - counts[left]))
 
 
-@dataclass(slots=True)
-class Acceptance:
-    """How drafts fare: levels accepted and levels tried, the older the less they count.
-
-    Attributes:
-        accepted, tried: sums.
-        last_tried: number of the last step that drafted for it.
-    """
-
-    accepted: float = 0.0
-    tried: float = 0.0
-    last_tried: int = 0
-
-    def add(self, num_accepted: int, num_levels: int, memory: float = ROW_MEMORY) -> None:
-        """A draft of `num_levels` levels had `num_accepted` of them accepted; those behind the first refusal were never tried."""
-        self.accepted = memory * self.accepted + num_accepted
-        self.tried = memory * self.tried + min(num_accepted + 1, num_levels)
-
-    def alpha(self, prior: float) -> float:
-        """Chance that the next level is accepted, when those before it are."""
-        return (self.accepted + PRIOR_WEIGHT * prior) / (self.tried + PRIOR_WEIGHT)
-
-
 class WidthModel:
-    """Chooses widths. The scheduler asks it and tells it; one thread.
+    """A `Chooser` that measures.
 
     Args:
-        depth: deepest path a drafter proposes.
-        num_nodes: most nodes it proposes; more nodes than levels are a tree.
+        shapes: of every drafter, by name.
     """
 
-    def __init__(self, depth: int, num_nodes: int) -> None:
-        self._depth = depth
-        self._nodes_per_level = max(1.0, num_nodes / max(depth, 1))
+    def __init__(self, shapes: Mapping[str, Shape]) -> None:
+        self._shapes = {name: shape for name, shape in shapes.items() if shape.num_nodes}
+        self._light = [name for name, shape in self._shapes.items() if not shape.has_state]
+        self._stateful = [name for name, shape in self._shapes.items() if shape.has_state]
         self._step_s = Curve()
-        self._draft_s = Curve()
-        self._all = Acceptance()
+        self._draft_s = {name: Curve() for name in self._shapes}
+        self._fill_s = {name: Curve() for name in self._stateful}
+        self._all = {name: Acceptance() for name in self._shapes}
         self._saved_s = 0.0
         self._step = 0
 
-    def step_took(self, num_tokens: int, num_nodes: int, step_s: float, draft_s: float) -> None:
-        """A step computed `num_tokens` tokens, `num_nodes` of them drafted, in step_s seconds, draft_s of them drafting."""
-        self._step_s.add(num_tokens, step_s - draft_s)
-        if num_nodes:
-            self._draft_s.add(num_nodes, draft_s)
+    def step_took(self, num_tokens: int, num_nodes: Mapping[str, int], step_s: float, draft_s: Mapping[str, float]) -> None:
+        """A step computed `num_tokens` tokens, of them `num_nodes` by drafter, in step_s seconds and draft_s more by drafter."""
+        self._step_s.add(num_tokens, step_s)
+        for name, count in num_nodes.items():
+            if count and name in draft_s:
+                self._draft_s[name].add(count, draft_s[name])
 
-    def draft_was(self, acceptance: Acceptance, num_accepted: int, num_nodes: int) -> None:
+    def filled(self, drafter: str, num_tokens: int, fill_s: float) -> None:
+        """To catch up with `num_tokens` tokens took `drafter` fill_s seconds."""
+        self._fill_s[drafter].add(num_tokens, fill_s)
+
+    def draft_was(self, row: RowDrafting, drafter: str, num_accepted: int, num_nodes: int) -> None:
         """A row's draft of `num_nodes` nodes had `num_accepted` of its levels accepted."""
-        levels = self._levels(num_nodes)
-        acceptance.add(num_accepted, levels)
-        self._all.add(num_accepted, levels, ALL_MEMORY)
+        levels = self._levels(drafter, num_nodes)
+        row.record(drafter).add(num_accepted, levels, ROW_MEMORY)
+        self._all[drafter].add(num_accepted, levels, ALL_MEMORY)
 
-    def widths(self, rows: Sequence[Acceptance], most: Sequence[int], num_other_tokens: int) -> list[int]:
-        """Nodes for each row.
+    def first_observer(self, num_rows: int) -> str:
+        """Who promises most to one row among `num_rows` more that draft like it; unmeasured, the first that was named."""
+        values = dict(self._values(RowDrafting(), [*self._stateful, *self._light], self._costs(num_rows + 1, num_rows + 1)))
+        best = max(values, key=values.__getitem__, default=OFF)
+        return best if values.get(best, 0.0) > 0 else OFF
 
-        Args:
-            rows: what is known of each.
-            most: nodes each may have at most.
-            num_other_tokens: prompt tokens of the step.
-        """
+    def choose(self, rows: Sequence[RowDrafting], most: Sequence[int], num_other_tokens: int) -> list[Choice]:
+        """See `Chooser`."""
         self._step += 1
         base = len(rows) + num_other_tokens
         plain_s = self._step_s(base)
-        if plain_s is None:
-            return [0] * len(rows)
-        levels = self._best_levels(rows, most, base)
+        if not plain_s:  # nothing measured yet
+            return [Choice(OFF, 0, row.observer) for row in rows]
+        costs = self._costs(len(rows), base)
+        drafters = [self._best(row, self._options(row), costs)[0] for row in rows]
+        levels = self._best_levels(rows, drafters, most, base)
+        for place, row in enumerate(rows):
+            if row.on_trial and row.on_trial == row.observer:
+                drafters[place] = row.observer
+                levels[place] = min(TRIED_LEVELS, self._levels(row.observer, most[place]))
         self._saved_s += TRYING_SHARE * plain_s
-        self._try_one(rows, levels, most, base)
-        for row, count in zip(rows, levels, strict=True):
+        self._try_one(rows, drafters, levels, most, base)
+        choices: list[Choice] = []
+        for place, (row, drafter, count) in enumerate(zip(rows, drafters, levels, strict=True)):
             if count:
-                row.last_tried = self._step
-        return [min(limit, self._nodes(count)) for limit, count in zip(most, levels, strict=True)]
+                row.record(drafter).last_tried = self._step
+            observer = row.on_trial or self._observer(row, drafter, most[place], costs, len(rows) / plain_s)
+            choices.append(Choice(drafter if count else OFF, min(most[place], self._nodes(drafter, count)), observer))
+        return choices
 
-    def _best_levels(self, rows: Sequence[Acceptance], most: Sequence[int], base: int) -> list[int]:
+    # -- who ------------------------------------------------------------------------------------------------------------
+
+    def _options(self, row: RowDrafting) -> list[str]:
+        """Who can propose for a row now."""
+        return [row.observer, *self._light] if row.observer in self._stateful else self._light
+
+    def _costs(self, num_rows: int, base: int) -> dict[str, list[float]]:
+        """Tokens that plain decoding would commit, a row, in the time that each number of levels takes, from 1 on, by drafter."""
+        plain_s = self._step_s(base)
+        if not plain_s:
+            return {name: [0.0] * shape.depth for name, shape in self._shapes.items()}
+        out: dict[str, list[float]] = {}
+        for name, shape in self._shapes.items():
+            nodes = [self._nodes(name, level) * num_rows for level in range(1, shape.depth + 1)]
+            out[name] = [max(self._seconds(base, {name: count}) - plain_s, 0.0) / plain_s for count in nodes]
+        return out
+
+    def _values(self, row: RowDrafting, names: Sequence[str], costs: Costs) -> Iterator[tuple[str, float]]:
+        """Each drafter with the tokens a step it promises to a row beyond what its time costs, at its best number of levels."""
+        for name in names:
+            alpha = self._alpha(row, name)
+            gain, reach, best = 0.0, 1.0, 0.0
+            for cost in costs[name]:
+                reach *= alpha
+                gain += reach
+                best = max(best, gain - cost * PROMISE)
+            yield name, best
+
+    def _best(self, row: RowDrafting, names: Sequence[str], costs: Costs) -> tuple[str, float]:
+        return max(self._values(row, names, costs), key=lambda each: each[1], default=(OFF, 0.0))
+
+    def _observer(
+        self, row: RowDrafting, drafter: str, limit: int, costs: Costs, tokens_per_s: float
+    ) -> str:
+        """Who is to watch a row that `drafter` drafts for."""
+        value = self._best(row, self._options(row), costs)[1]
+        others = [name for name in self._stateful if name != row.observer]
+        better, promised = self._best(row, others, costs)
+        if limit and promised > value + CHANGE and (promised - value) * STAY > self._fill_seconds(row, better) * tokens_per_s:
+            return better
+        if row.observer in self._stateful:
+            return OFF if row.idle >= STAY else row.observer
+        return drafter if drafter in self._light else OFF
+
+    def _fill_seconds(self, row: RowDrafting, drafter: str) -> float:
+        """What it takes a drafter to catch up with a row; never measured, it is tried."""
+        if drafter not in self._fill_s or not self._shapes[drafter].catches_up:
+            return 0.0
+        return self._fill_s[drafter](row.missing) or 0.0
+
+    def _alpha(self, row: RowDrafting, drafter: str) -> float:
+        return row.record(drafter).alpha(self._all[drafter].alpha(FIRST_ALPHA, PRIOR_WEIGHT), PRIOR_WEIGHT)
+
+    # -- how far --------------------------------------------------------------------------------------------------------
+
+    def _best_levels(self, rows: Sequence[RowDrafting], drafters: Sequence[str], most: Sequence[int], base: int) -> list[int]:
         """How many levels of each row are worth their nodes."""
-        prior = self._all.alpha(FIRST_ALPHA)
         gains: list[tuple[float, int]] = []
-        for place, (row, limit) in enumerate(zip(rows, most, strict=True)):
-            alpha, gain = row.alpha(prior), 1.0
-            for _ in range(self._levels(limit)):
+        for place, (row, drafter, limit) in enumerate(zip(rows, drafters, most, strict=True)):
+            if drafter == OFF:
+                continue
+            alpha, gain = self._alpha(row, drafter), 1.0
+            for _ in range(self._levels(drafter, limit)):
                 gain *= alpha
                 gains.append((gain, place))
         gains.sort(reverse=True)
-        best, best_rate, gained, looked_at = 0, PROMISE * self._rate(len(rows), base, 0), 0.0, 1
-        for taken, (gain, _) in enumerate(gains, 1):
+        best, best_rate, gained, looked_at = 0, PROMISE * self._rate(len(rows), base, {}), 0.0, 1
+        taken_levels: Counter[str] = Counter()
+        for taken, (gain, place) in enumerate(gains, 1):
             gained += gain
+            taken_levels[drafters[place]] += 1
             if taken < looked_at and taken < len(gains):
                 continue
             looked_at = max(taken + 1, taken * 9 // 8)
-            rate = self._rate(len(rows) + gained, base, self._nodes(taken))
+            nodes = {name: self._nodes(name, count) for name, count in taken_levels.items()}
+            rate = self._rate(len(rows) + gained, base, nodes)
             if rate > best_rate:
                 best, best_rate = taken, rate
         levels = [0] * len(rows)
@@ -168,30 +226,57 @@ class WidthModel:
             levels[place] += 1
         return levels
 
-    def _try_one(self, rows: Sequence[Acceptance], levels: list[int], most: Sequence[int], base: int) -> None:
-        idle = [place for place, (count, limit) in enumerate(zip(levels, most, strict=True)) if not count and limit]
-        if not idle:
+    def _try_one(
+        self, rows: Sequence[RowDrafting], drafters: list[str], levels: list[int], most: Sequence[int], base: int
+    ) -> None:
+        """Spend what was saved on a try: by a drafter that could, or by one that must come and watch first."""
+        tries: list[tuple[int, int, str]] = []
+        for place, (row, limit) in enumerate(zip(rows, most, strict=True)):
+            options = self._options(row)
+            if limit and not levels[place]:
+                tries += [(row.record(name).last_tried, place, name) for name in options]
+            if limit and row.observer not in self._stateful and not row.on_trial:
+                tries += [(row.record(name).last_tried, place, name) for name in self._stateful]
+        if not tries:
             return
-        place = min(idle, key=lambda one: rows[one].last_tried)
-        tried = min(TRIED_LEVELS, self._levels(most[place]))
-        nodes = self._nodes(sum(levels))
-        cost = self._seconds(base, nodes + self._nodes(tried)) - self._seconds(base, nodes)
-        if cost <= self._saved_s:
-            self._saved_s -= cost
-            levels[place] = tried
+        _, place, name = min(tries)
+        tried = min(TRIED_LEVELS, self._levels(name, most[place]))
+        nodes = self._all_nodes(drafters, levels)
+        cost = self._seconds(base, nodes + Counter({name: self._nodes(name, tried)})) - self._seconds(base, nodes)
+        comes = name not in self._options(rows[place])
+        cost += self._fill_seconds(rows[place], name) * comes
+        if cost > self._saved_s:
+            return
+        self._saved_s -= cost
+        if comes:
+            rows[place].on_trial = name
+        else:
+            drafters[place], levels[place] = name, tried
 
-    def _rate(self, num_tokens: float, base: int, nodes: int) -> float:
+    def _all_nodes(self, drafters: Sequence[str], levels: Sequence[int]) -> Counter[str]:
+        nodes: Counter[str] = Counter()
+        for name, count in zip(drafters, levels, strict=True):
+            if count:
+                nodes[name] += self._nodes(name, count)
+        return nodes
+
+    def _rate(self, num_tokens: float, base: int, nodes: Mapping[str, int]) -> float:
         return num_tokens / max(self._seconds(base, nodes), 1e-9)
 
-    def _seconds(self, base: int, nodes: int) -> float:
-        drafting = self._draft_s(nodes) if nodes else None
-        return (self._step_s(base + nodes) or 0.0) + (drafting or 0.0)
+    def _seconds(self, base: int, nodes: Mapping[str, int]) -> float:
+        drafting = sum(self._draft_s[name](count) or 0.0 for name, count in nodes.items() if count)
+        return (self._step_s(base + sum(nodes.values())) or 0.0) + drafting
 
-    def _levels(self, nodes: int) -> int:
-        return min(self._depth, -int(-nodes // self._nodes_per_level))
+    def _levels(self, drafter: str, nodes: int) -> int:
+        shape = self._shapes[drafter]
+        return min(shape.depth, -int(-min(nodes, shape.num_nodes) // self._nodes_per_level(drafter)))
 
-    def _nodes(self, levels: int) -> int:
-        return int(levels * self._nodes_per_level + 0.5)
+    def _nodes(self, drafter: str, levels: int) -> int:
+        return int(levels * self._nodes_per_level(drafter) + 0.5) if levels else 0
+
+    def _nodes_per_level(self, drafter: str) -> float:
+        shape = self._shapes[drafter]
+        return max(1.0, shape.num_nodes / max(shape.depth, 1))
 
 
 def _rounded(count: int) -> int:

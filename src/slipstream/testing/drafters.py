@@ -92,6 +92,7 @@ class SelfDrafter:
     kv_layers: tuple[LayerKV, ...] = ()
     kv: KVCache | None = None
     kv_behind = 0
+    catches_up = False
 
     def __init__(
         self, target: Target, depth: int, siblings: int, attention: AttentionBackend | None, percent: int = 0, seed: int = 0
@@ -185,6 +186,7 @@ class RandDrafter:
     kv_layers: tuple[LayerKV, ...] = ()
     kv: KVCache | None = None
     kv_behind = 0
+    catches_up = False
 
     def __init__(self, num_ids: int, num_nodes: int, shapes: Tensor | None, seed: int) -> None:
         self.depth = self.num_nodes = num_nodes

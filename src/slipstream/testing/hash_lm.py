@@ -74,7 +74,7 @@ class HashLM:
         self.num_layers = num_layers
         self.kv_layers = (LayerKV(1, 1, 1, torch.int64),) * num_layers
         self._nan_token_id = nan_token_id
-        self._salt = salt
+        self.salt = salt
         self._id_bits = (vocab_size - 1).bit_length()
         self._ids = torch.arange(vocab_size, device=device)
         self._id_terms = self._ids * VOCAB_ID
@@ -115,7 +115,7 @@ class HashLM:
         total: Tensor = each.index_select(0, layout.segment).mul_(visible).sum(1)
         total += x * OWN_TOKEN
         total += layout.positions * OWN_POSITION
-        total += self._salt + layer * LAYER_SALT
+        total += self.salt + layer * LAYER_SALT
         return mix(total)
 
 

@@ -43,6 +43,7 @@ class RelayingDrafter:
     kv_layers: tuple[LayerKV, ...] = ()
     kv: KVCache | None = None
     kv_behind = 0
+    catches_up = False
 
     def __init__(self, target: Target, inner: Drafter, k: int, probs_steps: int = 0) -> None:
         self._inner = inner

@@ -21,6 +21,7 @@ from slipstream.weights.tokenizer_files import read_json
 
 INDEX = "model.safetensors.index.json"
 _FLOATS = ("F64", "F32", "F16", "BF16")
+_INTEGERS = ("I64", "I32", "I16", "I8", "U8", "BOOL")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +48,14 @@ class SafetensorsFolder:
         return self._entries[name].shape
 
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
-        """One tensor on the CPU, in `dtype`. Raises `ModelError` for stored types that are not plain floats."""
+        """One tensor on the CPU, in `dtype`. Raises `ModelError` for stored types that are not plain floats, or integers where
+        `dtype` is one.
+        """
         entry = self._entries[name]
-        if entry.dtype not in _FLOATS:
+        kinds = _FLOATS if dtype.is_floating_point else _INTEGERS
+        if entry.dtype not in kinds:
             raise ModelError(
-                f"{entry.file.name}: {name} must be one of {', '.join(_FLOATS)}, but got {entry.dtype}",
+                f"{entry.file.name}: {name} must be one of {', '.join(kinds)}, but got {entry.dtype}",
                 hint="quantised safetensors checkpoints are not supported yet",
             )
         if entry.file not in self._open:

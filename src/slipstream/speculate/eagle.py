@@ -1,0 +1,274 @@
+"""Drafting with an EAGLE head: one decoder layer that reads the target's states and foretells the tokens behind the next one.
+
+The head's step at position t takes the target's states there and token t + 1, and foretells token t + 2:
+
+    position          L-2      L-1       L        L+1
+    token             x        x       root       a?              root: the bonus token, the last one committed
+    target's KV       done     done      -         -
+    head's step      (f, x)   (f, root)                           by `observe`, with the target's states f
+                                 └─► first level a: relayed as topk_p, topk_index; the head's state as hidden_states
+    draft                             (s, a)    (s', b)           by `propose`, with its own states; KV rewritten by `observe`
+
+`observe` runs the head over every token whose KV the target computed and keeps: prompt chunks and accepted runs. `propose` begins
+with what was relayed, and runs the head once a level: topk=1,steps=3 drafts chains, topk=4 trees that follow the best paths. The
+formats are read by heads/checkpoint.py.
+
+Candidates are ordered by log-softmax of what the target's own sampler makes of the head's logits, noise included. So at any
+temperature the first one is what the target will say if the head's logits are right, and scores can be added along a path.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from slipstream.attention.base import AttentionStep, BatchLayout
+from slipstream.attention.kv import KVCache, LayerKV
+from slipstream.attention.layout import build_layout
+from slipstream.errors import ConfigError, InvariantBroken
+from slipstream.layers.decoder import Decoder
+from slipstream.observe import log
+from slipstream.relay import DraftInput, FieldSpec, RelayPayload, RelaySpec
+from slipstream.sampling.nodes import Nodes
+from slipstream.sampling.sampler import perturbed
+from slipstream.speculate.base import Draft, StepContext, Verdict
+from slipstream.speculate.heads.checkpoint import AUX_MEANINGS, load_head
+from slipstream.speculate.heads.layers import DraftHead
+from slipstream.speculate.heads.tree import DraftTree
+from slipstream.speculate.registry import Target, integer_option, known_options
+
+MOST = 256  # of topk, steps and draft_tokens: far beyond what pays
+OPTIONS = ("model", "topk", "steps", "draft_tokens", "aux_layers")
+
+logger = logging.getLogger("slipstream.speculate")
+
+
+class Eagle:
+    """See the module.
+
+    Args:
+        head: drafts.
+        target: its pages hold the head's KV too.
+        topk: candidates expanded a level, and looked at behind each; 1: a chain.
+        steps: levels.
+        draft_tokens: nodes of a tree, at most; a chain has `steps`.
+    """
+
+    shifted_kv = True
+    kv_behind = 0
+    catches_up = False
+
+    def __init__(self, head: DraftHead, target: Target, topk: int, steps: int, draft_tokens: int) -> None:
+        self.depth = min(steps, draft_tokens)
+        self.num_nodes = draft_tokens
+        self.max_writes = max(1 + draft_tokens, topk * (self.depth - 1))
+        self.relay = RelaySpec(
+            {
+                "topk_p": FieldSpec((topk,), torch.float32),
+                "topk_index": FieldSpec((topk,), torch.int64),
+                "hidden_states": FieldSpec((head.hidden_size,), head.dtype),
+            }
+        )
+        self.taps = head.taps
+        self.kv_layers: tuple[LayerKV, ...] = (head.kv_layer,)
+        self.kv: KVCache | None = None
+        self._head = head
+        self._attention = target.attention
+        self._page_size = target.page_size
+        self._topk = topk
+        self._vocab_size = target.model.vocab_size
+        self._num_known_ids = target.num_known_ids
+
+    def propose(self, ctx: StepContext, payload: RelayPayload, width: int) -> Draft:
+        """Grow a tree from what was relayed, one step of the head a level."""
+        root, k = payload.bonus_tokens, self._topk
+        if width == 0:
+            return Draft(root.new_empty((len(root), 0)), torch.zeros_like(root))
+        if payload.topk_p is None or payload.topk_index is None or payload.hidden_states is None:
+            raise InvariantBroken("propose must get what observe relayed, but a field is missing")
+        tree = DraftTree(payload.topk_index, payload.topk_p, payload.hidden_states)
+        for level in range(1, min(self.depth, width)):
+            layout = self._draft_layout(ctx, tree, level)
+            states = self._head.forward(tree.beam_tokens.flatten(), tree.beam_states.flatten(0, 1), self._begin(layout))
+            rows = tuple(row for row in range(len(root)) for _ in range(k))
+            row = torch.arange(len(root), device=root.device).repeat_interleave(k)
+            nodes = Nodes(
+                row=row,
+                position=ctx.lengths.index_select(0, row) + level + 1,
+                path=tree.beam_paths.flatten(0, 1),
+                depth=torch.full_like(row, level),
+                slots=ctx.slots,
+                history=ctx.history,
+                history_lens=ctx.lengths + 1,
+                max_history_len=max(ctx.max_lens) + 1,
+                row_ids=rows,
+            )
+            scores, tokens = self._candidates(states, ctx, nodes)
+            tree.grow(tokens.view(-1, k, k), scores.view(-1, k, k), states.view(len(root), k, -1))
+        return tree.draft(width)
+
+    def observe(self, ctx: StepContext, verdict: Verdict, taps: Tensor | None) -> DraftInput | None:
+        """Run the head over what the target computed and keeps; relay the first level of each row that sampled."""
+        if taps is None:
+            raise InvariantBroken(f"observe must get the states of layers {self.taps}, but got None")
+        seen = _Observed.of(ctx, verdict, self._page_size)
+        states = self._head.states(taps.index_select(0, seen.taps))
+        states = self._head.forward(seen.next_tokens, states, self._begin(seen.layout))
+        if not len(ctx.slots):
+            return None
+        states = states.index_select(0, seen.last)
+        row = torch.arange(len(ctx.slots), device=states.device)
+        nodes = Nodes(
+            row=row,
+            position=verdict.new_lengths + 1,
+            path=row.new_empty((len(row), 0)),
+            depth=torch.zeros_like(row),
+            slots=ctx.slots,
+            history=ctx.history,
+            history_lens=verdict.new_lengths + 1,
+            max_history_len=max(ctx.max_lens) + verdict.tokens.shape[1] + 1,
+            row_ids=tuple(range(len(row))),
+        )
+        scores, tokens = self._candidates(states, ctx, nodes)
+        return DraftInput(topk_p=scores, topk_index=tokens, hidden_states=states)
+
+    def _begin(self, layout: BatchLayout) -> AttentionStep:
+        if self.kv is None:
+            raise InvariantBroken("a drafter with KV of its own must be given it before the first step")
+        return self._attention.begin(layout, self.kv)
+
+    def _candidates(self, states: Tensor, ctx: StepContext, nodes: Nodes) -> tuple[Tensor, Tensor]:
+        """Of N nodes the log probabilities [N, k] float32 and the target's ids [N, k] of the k best tokens, best first."""
+        logits, ids = self._head.logits(states), self._head.target_ids
+        if ids is not None:  # before the noise, which belongs to the target's ids
+            logits = logits.new_full((len(logits), self._vocab_size), -torch.inf).index_copy_(1, ids, logits)
+        if self._num_known_ids < self._vocab_size:  # rows that only fill the target's head up
+            logits[:, self._num_known_ids :] = -torch.inf
+        scores = perturbed(logits, ctx.sampling, nodes, None)
+        best = scores.topk(self._topk, 1)
+        return (best.values - scores.logsumexp(1, keepdim=True)).to(torch.float32), best.indices
+
+    def _draft_layout(self, ctx: StepContext, tree: DraftTree, level: int) -> BatchLayout:
+        """The tree's nodes lie behind the root's position level by level; a chain's tokens lie at their own positions."""
+        k, num_rows, num_earlier = self._topk, len(ctx.slots), self._topk * (level - 1)
+        # A row that was given no nodes was given no pages for them: what it would write goes to the scratch page.
+        planned = torch.tensor([self.max_writes if count else 0 for count in ctx.num_nodes], device=ctx.slots.device)
+        return build_layout(
+            page_tables=ctx.page_tables,
+            page_size=self._page_size,
+            base_lens=ctx.lengths + num_earlier if k == 1 else ctx.lengths,
+            limits=torch.minimum(ctx.limits, ctx.lengths + planned),
+            query_lens=(k,) * num_rows,
+            max_key_lens=tuple(length + num_earlier + k for length in ctx.max_lens),
+            ancestors=None if k == 1 else tree.ancestors,
+            first_keys=ctx.draft_from,
+            num_earlier=0 if k == 1 else num_earlier,
+        )
+
+
+class _Observed:
+    """What a step leaves to be observed: T tokens, those of prompt chunks and behind them the accepted ones of each verify row.
+
+    A row has as many places as it could have accepted; those behind its last accepted token see no key of their own and write to
+    the scratch page.
+
+    Attributes:
+        taps: [T] int64, rows of the step's taps. next_tokens: [T] int64, the token behind each.
+        layout: of the head's pass. last: [R] int64, the token at which each sampled row's first level is foretold.
+    """
+
+    def __init__(self, taps: Tensor, next_tokens: Tensor, layout: BatchLayout, last: Tensor) -> None:
+        self.taps, self.next_tokens, self.layout, self.last = taps, next_tokens, layout, last
+
+    @classmethod
+    def of(cls, ctx: StepContext, verdict: Verdict, page_size: int) -> _Observed:
+        """Index a step. A light drafter that stepped in may have gone deeper than the head would."""
+        device, depth = ctx.slots.device, verdict.path.shape[1] - 1
+        chunks = ctx.chunks
+        chunk_lens: tuple[int, ...] = () if chunks is None else chunks.lens
+        num_last = 0 if chunks is None else sum(chunks.is_last)
+        num_chunk_tokens = sum(chunk_lens)
+        counts = ctx.num_nodes[num_last:]
+        row_lens = tuple(1 + min(depth, count) for count in counts)
+        places = [(num_last + row, step) for row, length in enumerate(row_lens) for step in range(length)]
+        row, step = torch.tensor(places, dtype=torch.int64, device=device).view(-1, 2).unbind(1)
+        first_taps = list(itertools.accumulate((1 + count for count in counts), initial=num_chunk_tokens))[:-1]
+        starts = list(itertools.accumulate(row_lens, initial=num_chunk_tokens))[:-1]
+        ends = list(itertools.accumulate(chunk_lens))
+
+        def put(values: list[int]) -> Tensor:
+            return torch.tensor(values, dtype=torch.int64, device=device)
+
+        rows_taps = put([0] * num_last + first_taps).index_select(0, row) + verdict.path[row, step]
+        taps, next_tokens = rows_taps, verdict.tokens[row, step]
+        base, stop = ctx.lengths[num_last:], verdict.new_lengths[num_last:]
+        tables, first = ctx.page_tables[num_last:], ctx.draft_from[num_last:]
+        max_lens = [length + places for length, places in zip(ctx.max_lens[num_last:], row_lens, strict=True)]
+        last = put(starts) + (verdict.accept_lens[num_last:] - 1).clamp(min=0)
+        if chunks is not None:
+            taps = torch.cat((torch.arange(num_chunk_tokens, device=device), taps))
+            next_tokens = torch.cat((chunks.next_tokens, next_tokens))
+            stop = torch.cat((chunks.starts + put(list(chunk_lens)), stop))
+            base, tables = torch.cat((chunks.starts, base)), torch.cat((chunks.page_tables, tables))
+            first = torch.cat((chunks.draft_from, first))
+            max_lens = [*chunks.ends, *max_lens]
+            is_last = zip(ends, chunks.is_last, strict=True)
+            last = torch.cat((put([end - 1 for end, sampled in is_last if sampled]), last))
+        layout = build_layout(
+            page_tables=tables,
+            page_size=page_size,
+            base_lens=base,
+            limits=stop,
+            query_lens=(*chunk_lens, *row_lens),
+            max_key_lens=tuple(max_lens),
+            num_chunks=len(chunk_lens),
+            first_keys=first,
+        )
+        # Behind a row's end, and behind a prompt that may have no answer, there is no next token.
+        return cls(taps, next_tokens.clamp(min=0), layout, last)
+
+
+def build(options: Mapping[str, str], target: Target) -> Eagle:
+    """`--speculate eagle:model=HEAD,topk=1,steps=3,draft_tokens=N,aux_layers=input|output`.
+
+    Args:
+        options: `model` is a folder or a hub id; see `Eagle` and `load_head` for the others.
+        target: must be one of our own decoders.
+    """
+    known_options("eagle", options, *OPTIONS)
+    if not options.get("model"):
+        raise ConfigError("--speculate eagle must name its head, but has no model", hint="eagle:model=FOLDER_OR_HUB_ID")
+    topk, steps = integer_option("eagle", options, "topk", 1, MOST), integer_option("eagle", options, "steps", 3, MOST)
+    usual = steps if topk == 1 else min(2 * steps, _most_nodes(topk, steps))
+    draft_tokens = integer_option("eagle", options, "draft_tokens", usual, MOST)
+    if topk == 1 and draft_tokens != steps:
+        raise ConfigError(
+            f"--speculate eagle's draft_tokens must equal steps where topk is 1, but got {draft_tokens} and {steps}",
+            hint="a chain has one token a step: leave draft_tokens out",
+        )
+    if draft_tokens > _most_nodes(topk, steps):
+        raise ConfigError(
+            f"--speculate eagle's draft_tokens must be at most the {_most_nodes(topk, steps)} that a tree of topk={topk} and "
+            f"steps={steps} can have, but got {draft_tokens}"
+        )
+    aux_layers = options.get("aux_layers")
+    if aux_layers is not None and aux_layers not in AUX_MEANINGS:
+        raise ConfigError(f"--speculate eagle's aux_layers must be {' or '.join(AUX_MEANINGS)}, but got {aux_layers!r}")
+    if not isinstance(target.model, Decoder):
+        raise ConfigError(
+            "--speculate eagle must have a target that is one of our own model types, but this one runs through transformers",
+            hint="its states and its embedding cannot be reached",
+        )
+    head = load_head(options["model"], target.model, aux_layers)
+    if topk > (target.model.vocab_size if head.target_ids is None else len(head.target_ids)):
+        raise ConfigError(f"--speculate eagle's topk must be at most the head's vocabulary, but got {topk}")
+    log.event(logger, logging.INFO, f"drafting with {options['model']}", topk=topk, steps=steps, draft_tokens=draft_tokens)
+    return Eagle(head, target, topk, steps, draft_tokens)
+
+
+def _most_nodes(topk: int, steps: int) -> int:
+    return topk + (steps - 1) * topk * topk

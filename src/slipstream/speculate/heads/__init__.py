@@ -1,0 +1,1 @@
+"""Draft heads of the EAGLE family: their layers, their published formats, and the trees they draft."""
