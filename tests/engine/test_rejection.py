@@ -28,6 +28,7 @@ from slipstream.types import SamplingParams
 from tests.engine.harness import EOS, Answer, DrafterFactory, Job, assert_equal, reference, run
 from tests.hash_oracle import hidden_states, logits_of
 from tests.sampling.chi_square import assert_fits
+from tests.speculate.eagle_heads import eagle
 
 MODEL = HashLM(vocab_size=64, context_len=512, eos_token_ids=(EOS,), eos_bias=0.5)
 OTHER = HashLM(vocab_size=64, context_len=128, eos_token_ids=(EOS,), eos_bias=0.5, salt=1)
@@ -39,6 +40,8 @@ CERTAIN: dict[str, DrafterFactory] = {
     "partial": d.partial(7, siblings=2),
     "relaying": relaying(d.partial(3), 3, probs_steps=2),
     "ngram": lambda target: NGram(3),
+    "eagle_chain": eagle(1, 3, kind=1),
+    "eagle_tree": eagle(4, 4, 8),
 }
 DRAWN: dict[str, DrafterFactory] = {
     "itself": lambda target: DraftModel(target.model, target, 3),
