@@ -3,7 +3,8 @@
     copy    a passage, several times over: the model goes on with it
     plain   questions, through the chat template
 
-The systems take turns in every round, in an order that turns around from round to round; ratios are of the same round.
+The systems take turns in every round, in an order that turns around from round to round; ratios are of the same round. Above
+temperature 0 every round has other seeds; accept rules can be compared there (--accept coupled rejection --fixed-width).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -32,6 +33,7 @@ from slipstream.weights.loaded import LoadedModel
 
 SETS = ("copy", "plain")
 OFF = "off"
+RULES = ("coupled", "rejection")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -40,7 +42,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.num_threads:
         torch.set_num_threads(args.num_threads)
     loaded = load(args.model, dtype=args.dtype, max_context=args.context)
-    systems: dict[str, System] = {spec: _system(spec, args, loaded) for spec in (OFF, *args.speculate)}
+    asked = {name_of(spec, rule, args.accept): (spec, rule) for spec in args.speculate for rule in args.accept}
+    systems: dict[str, System] = {OFF: _system(OFF, args.accept[0], args, loaded)}
+    systems.update({name: _system(*how, args, loaded) for name, how in asked.items()})
     result: dict[str, Any] = {
         "model": loaded.name,
         "dtype": str(loaded.dtype).removeprefix("torch."),
@@ -50,6 +54,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         "rounds": args.rounds,
         "lag": args.lag,
         "adaptive_speculation": not args.fixed_width,
+        "temperature": args.temperature,
+        "accept": args.accept,
         "machine": machine(),
         "measured": time.strftime("%Y-%m-%d"),
         "results": {},
@@ -71,7 +77,8 @@ def measure(
 ) -> tuple[dict[str, list[Sample]], dict[str, int]]:
     """Samples of each system, after one uncounted turn each, and how many of its answers were not those of plain decoding.
 
-    Answers may differ where torch's products round differently for different numbers of rows and two tokens nearly tie.
+    Answers may differ where torch's products round differently for different numbers of rows and two tokens nearly tie, and under
+    `--accept rejection` they have the same distribution and nothing more.
     """
     for system in systems.values():
         system.run(prompts, min(output_len, 8))
@@ -125,19 +132,25 @@ def prompts_of(name: str, loaded: LoadedModel, count: int, length: int) -> list[
     return [(passage[: max(1, length // 3)] * length)[:length] for passage in passages]
 
 
-def _system(spec: str, args: argparse.Namespace, loaded: LoadedModel) -> Slipstream:
+def name_of(spec: str, rule: str, rules: Sequence[str]) -> str:
+    """What a system is called: as its drafter, and by the accept rule where there are several."""
+    return spec if len(rules) == 1 else f"{spec} {rule}"
+
+
+def _system(spec: str, rule: Literal["coupled", "rejection"], args: argparse.Namespace, loaded: LoadedModel) -> Slipstream:
     config = EngineConfig(
         model=loaded.name,
         lag=args.lag,
         speculate=(spec,),
         adaptive_speculation=not args.fixed_width,
+        accept=rule,
         max_num_seqs=max(args.concurrency),
         max_num_batched_tokens=args.max_num_batched_tokens,
         num_pages=-(-args.context // 16) * max(args.concurrency),
         # Every round computes its prompts anew.
         enable_prefix_caching=False,
     )
-    return Slipstream(spec, loaded, config)
+    return Slipstream(spec, loaded, config, args.temperature)
 
 
 def _medians(taken: Sequence[Sample]) -> dict[str, float]:
@@ -158,6 +171,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--speculate", nargs="+", default=["ngram"], help="drafters, as the server's --speculate takes them")
     parser.add_argument("--fixed-width", action="store_true", help="draft as much as may be, whatever the cost model says")
+    parser.add_argument("--accept", nargs="+", choices=RULES, default=["coupled"], help="accept rules to compare")
+    parser.add_argument("--temperature", type=float, default=0.0, help="of every request")
     parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS))
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32])
     parser.add_argument("--rounds", type=int, default=12, help="alternations; the interval needs at least ten")

@@ -25,6 +25,7 @@ from slipstream.config import EngineConfig
 from slipstream.engine.build import assemble_engine
 from slipstream.engine.executor import Device, StepHandle, ThreadExecutor
 from slipstream.engine.plan import StepPlan, StepResult
+from slipstream.seeds import seed_i
 from slipstream.text.detokenize import StopScanner
 from slipstream.types import EngineRequest, SamplingParams
 from slipstream.weights.loaded import LoadedModel
@@ -118,10 +119,11 @@ class _TimedExecutor:
 
 
 class Slipstream:
-    """The engine, in this process, around a model that several of them may share."""
+    """The engine, in this process, around a model that several of them may share. Each run has seeds of its own."""
 
-    def __init__(self, name: str, loaded: LoadedModel, config: EngineConfig) -> None:
+    def __init__(self, name: str, loaded: LoadedModel, config: EngineConfig, temperature: float = 0.0) -> None:
         self.name = name
+        self._temperature = temperature
         self._executors: list[_TimedExecutor] = []
         self._num_runs = 0
 
@@ -142,7 +144,7 @@ class Slipstream:
     def run(self, prompts: Sequence[Ids], output_len: int) -> tuple[Sample, list[Ids]]:
         """Answer all prompts at once; see `System`."""
         engine, (executor,) = self._engine, self._executors
-        params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
+        params = SamplingParams(temperature=self._temperature, max_tokens=output_len, ignore_eos=True)
         answers: dict[str, Ids] = {f"{self._num_runs}-{index}": [] for index in range(len(prompts))}
         self._num_runs += 1
         stats = engine.stats()
@@ -150,8 +152,8 @@ class Slipstream:
         drafts = stats.num_drafted, stats.num_accepted
         off_cpu, wake, cpu = executor.device.off_cpu_s, executor.wake_s, time.process_time()
         wall, thread_cpu = time.perf_counter(), time.thread_time()
-        for (request_id, _), ids in zip(answers.items(), prompts, strict=True):
-            engine.add(EngineRequest(request_id, tuple(ids), params, seed=0))
+        for index, (request_id, ids) in enumerate(zip(answers, prompts, strict=True)):
+            engine.add(EngineRequest(request_id, tuple(ids), params, seed=seed_i(self._num_runs, index)))
         while engine.has_work:
             for output in engine.step():
                 if output.error is not None:

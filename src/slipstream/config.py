@@ -122,6 +122,12 @@ class EngineConfig(BaseModel):
     adaptive_speculation: bool = _setting(
         "Decoding", True, "Draft as many tokens as pay, by what steps take and drafts bring; off drafts as many as may be."
     )
+    accept: Literal["coupled", "rejection"] = _setting(
+        "Decoding",
+        "coupled",
+        "Which drafted tokens are accepted: coupled takes what the target says too, and gives the tokens of plain decoding; "
+        "rejection samples by rejection, and gives its distribution, with tokens that depend on the drafter.",
+    )
     attention_backend: str = _setting("Decoding", "auto", "Attention implementation, or auto.", min_length=1)
     logprobs_mode: Literal["raw", "processed"] = _setting(
         "Decoding", "raw", "Logprobs of the model's own logits, or of what penalties, masks and temperature made of them."

@@ -51,3 +51,19 @@ def test_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
             assert cell["systems"][draft]["accept_length"] > 2.0
             assert cell["systems"]["off"]["accept_length"] == 1.0 and cell["systems"]["off"]["drafted_per_token"] == 0
     assert "copy, 2 at once: off " in capsys.readouterr().err
+
+
+def test_accept_rules_side_by_side(tmp_path: Path) -> None:
+    """At temperature 1 a draft model that is the target is accepted whole by both; coupled says what plain decoding says."""
+    checkpoint, path = str(tiny_checkpoint("llama")), tmp_path / "out.json"
+    draft = f"draft_model:model={checkpoint},width=3"
+    sizes = ["--concurrency", "2", "--rounds", "2", "--input-len", "30", "--output-len", "13", "--context", "512"]
+    rules = ["--temperature", "1", "--accept", "coupled", "rejection", "--fixed-width", "--dtype", "float64"]
+    main(["--model", checkpoint, "--speculate", draft, *rules, *sizes, "--sets", "copy", "--json", str(path)])
+    result = json.loads(path.read_text())
+    assert (result["temperature"], result["accept"]) == (1.0, ["coupled", "rejection"])
+    cell = result["results"]["copy"]["2"]
+    assert cell["num_differing"]["off"] == cell["num_differing"][f"{draft} coupled"] == 0
+    assert cell["num_differing"][f"{draft} rejection"] == 4
+    for rule in ("coupled", "rejection"):
+        assert cell["systems"][f"{draft} {rule}"]["accept_length"] > 2.5

@@ -99,6 +99,18 @@ def test_bounds_grow_with_what_their_flags_say() -> None:
     assert item("logits", max_num_seqs=6, max_num_batched_tokens=3) == item("logits", max_num_seqs=3)
 
 
+def test_probabilities_take_memory_where_drafts_are_rejected_by_them() -> None:
+    model = HashLM()
+
+    def probs(*drafters: Drafter, **settings: object) -> int:
+        return sum(one.num_bytes for one in plan(model, drafters=drafters, **settings).items if one.name == "draft probs")
+
+    drafter = RandDrafter(64, 3, None, 0)
+    assert probs(drafter) == probs(accept="rejection") == 0
+    q_and_p = 3 * (1 + 3) * model.vocab_size * (4 + 8)
+    assert q_and_p < probs(drafter, accept="rejection") < 4 * q_and_p
+
+
 def test_activations_of_a_layer_are_all_widths_of_its_matrices() -> None:
     """Llama of 32 hidden, 64 in the MLP, 4 heads over 2: qkv 64, out 32, gate and up 128, down 64, and norms."""
     model = tiny_model("llama")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -11,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.sampling.noise import all_id_bits, log_exponential, noise_bits, noise_keys
+from slipstream.sampling.noise import Noise, all_id_bits, log_exponential, noise_bits, noise_keys, uniform
 from slipstream.sampling.sampler import sample
 from slipstream.seeds import seed_i
 from tests.sampling.chi_square import assert_fits
@@ -54,6 +55,26 @@ def test_bits_equal_plain_integers(keys: list[tuple[int, int]], vocab_size: int)
     seeds, positions = [seed for seed, _ in keys], [position for _, position in keys]
     wanted = [[noise_hash(seed, position, token) for token in range(vocab_size)] for seed, position in keys]
     assert hashes(seeds, positions, vocab_size).tolist() == wanted
+
+
+USES = tuple(Noise)
+
+
+@pytest.mark.parametrize("use", USES)
+def test_uses_differ_by_a_salt_of_the_seed(use: Noise) -> None:
+    keys = noise_keys(torch.tensor([42, -1]), torch.tensor([7, 9]), use)
+    salted = [noise_hash(seed ^ int(use), position, 3) for seed, position in ((42, 7), (-1, 9))]
+    assert [int(bits) + SIGN for bits in noise_bits(*keys, all_id_bits(4, CPU))[:, 3]] == salted
+
+
+@pytest.mark.parametrize("one, other", list(itertools.combinations(USES, 2)))
+def test_uses_share_nothing(one: Noise, other: Noise) -> None:
+    """The uniforms of two uses at 40,000 places fall evenly into the cells of a square."""
+    seeds, positions = torch.arange(200).repeat_interleave(200), torch.arange(200).repeat(200)
+    first, second = (uniform(*noise_keys(seeds, positions, use)) for use in (one, other))
+    assert bool(((first > 0) & (first < 1)).all())
+    cells = ((first * 12).long() * 12 + (second * 12).long()).numpy()
+    assert_fits(np.bincount(cells, minlength=144), np.full(144, 1 / 144))
 
 
 EXTREMES = (0, 1, 2, 127, 2**23 - 1, 2**24, 2**31 - 1, 2**31, 2**31 + 1, 2**32 - 2**24, 2**32 - 128, 2**32 - 2, 2**32 - 1)

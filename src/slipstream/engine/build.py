@@ -25,6 +25,7 @@ from slipstream.engine.settle import StopTextFactory
 from slipstream.errors import ConfigError
 from slipstream.models.base import CausalLM
 from slipstream.observe import log
+from slipstream.speculate.accept import RULES
 from slipstream.speculate.base import Drafter
 from slipstream.speculate.choice import OFF, Chooser, Shape, Widest
 from slipstream.speculate.off import Off
@@ -120,7 +121,8 @@ def assemble_engine(
     device = device or torch.device("cpu")
     context_len = context_len or min(model.context_len, config.max_model_len or model.context_len)
     attention = attention or attention_backend(config.attention_backend)
-    target = Target(model, config.page_size, device, attention, tokenizer)
+    accept = RULES[config.accept]()
+    target = Target(model, config.page_size, device, attention, tokenizer, accept)
     if drafters is None:
         built = build_drafters(config.speculate, target)
     else:
@@ -160,6 +162,7 @@ def assemble_engine(
         eos_token_ids=eos_token_ids,
         device=device,
         logprobs_mode=config.logprobs_mode,
+        accept=accept,
         debug=config.debug,
     )
     shapes = {name: shape_of(drafter) for name, drafter in built.items()}

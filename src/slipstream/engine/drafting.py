@@ -20,8 +20,10 @@ from slipstream.attention.kv import KVCache
 from slipstream.engine.device_state import DeviceState
 from slipstream.engine.plan import Chunk, Fill, StepPlan, VerifyRow
 from slipstream.engine.step_index import StepIndex
+from slipstream.errors import InvariantBroken
 from slipstream.relay import FutureMap, RelayPayload, Rows
 from slipstream.sampling.state import SamplingState
+from slipstream.speculate.accept import one_hot
 from slipstream.speculate.base import ChunkTokens, Draft, Drafter, StepContext, Verdict
 
 
@@ -115,6 +117,7 @@ class Drafting:
         ctx = self._context(drafter, planned, group, lengths.index_select(0, chosen))
         with _timed(name, self._propose_s):
             draft = drafter.propose(ctx, payload, width)
+        _check_probs(name, draft)
         return chosen, payload.bonus_tokens, draft
 
     def _begin(self, drafter: Drafter, planned: Sequence[Chunk | VerifyRow], slots: Tensor, lengths: Tensor) -> None:
@@ -213,6 +216,17 @@ def _observing(plan: StepPlan) -> dict[str, list[int]]:
     return groups
 
 
+def _check_probs(name: str, draft: Draft) -> None:
+    """Verification knows one way of refusing what was drawn at random: along a chain."""
+    probs = draft.probs
+    if probs is not None and (draft.parents is not None or probs.shape[:2] != draft.tokens.shape):
+        kind = "a chain" if draft.parents is None else "a tree"
+        raise InvariantBroken(
+            f"what {name} draws at random must be a chain with a q for each node, but got {kind} of {tuple(draft.tokens.shape)} "
+            f"tokens with q of {tuple(probs.shape)}"
+        )
+
+
 def _padded(draft: Draft, width: int) -> Draft:
     """The draft with exactly `width` columns of nodes."""
     missing = width - draft.tokens.shape[1]
@@ -238,10 +252,17 @@ def _merged(groups: list[tuple[Tensor, Tensor, Draft]], num_rows: int, width: in
         chain = torch.arange(width, device=roots.device)
         each = [chain.expand_as(d.tokens) if d.parents is None else d.parents for d in drafts]
         parents = torch.cat(each).index_select(0, order)
+    given = [draft.probs for draft in drafts if draft.probs is not None]
+    probs = None
+    if given:
+        # What another drafter proposes was certain, and its q says so.
+        each = [one_hot(d.tokens, given[0].shape[2]) if d.probs is None else d.probs for d in drafts]
+        probs = torch.cat(each).index_select(0, order)
     return roots, Draft(
         tokens=torch.cat([draft.tokens for draft in drafts]).index_select(0, order),
         num_nodes=torch.cat([draft.num_nodes for draft in drafts]).index_select(0, order),
         parents=parents,
+        probs=probs,
     )
 
 

@@ -19,7 +19,7 @@ from slipstream.engine.plan import Admit, IntArray, Retire, StepPlan
 from slipstream.observe.guard import declared
 from slipstream.sampling.grammar import NOT_CLOSED, HostMasks, MaskWorker, RowKey
 from slipstream.sampling.nodes import GrammarMasks
-from slipstream.speculate.verify import SampledRows
+from slipstream.speculate.sampled_rows import SampledRows
 
 
 @dataclass(frozen=True, slots=True)

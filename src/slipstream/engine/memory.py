@@ -12,6 +12,7 @@ sampled nodes:
     attention     R * context * (a layer's keys and values of a token, two rows of scores, two tables of slots), and the like for
                   one prompt chunk: what the reference backend gathers where every row is as long as the context
     logits        S * vocabulary * (as the model gives them, and three times as scores)
+    draft probs   --accept rejection: S * vocabulary * (q, as drafted and as verified, and p with what it is made of)
 """
 
 from __future__ import annotations
@@ -158,8 +159,10 @@ def plan_memory(
     num_heads = max(layer.num_heads, hidden // layer.key_dim)
     a_key = layer.bytes_per_token + 2 * num_heads * size + (1 + layer.num_heads) * INT_BYTES
     repeated = num_heads // layer.num_heads * layer.bytes_per_token + budget * size
-    sampled = min(budget, rows * (1 + max((drafter.num_nodes for drafter in drafters), default=0)))
+    most_nodes = max((drafter.num_nodes for drafter in drafters), default=0)
+    sampled = min(budget, rows * (1 + most_nodes))
     logits = sampled * model.vocab_size * (size + 3 * max(size, 4))
+    probs = sampled * model.vocab_size * (2 * 4 + 3 * max(size, 4)) if config.accept == "rejection" and most_nodes else 0
     fields = [field for drafter in drafters for field in drafter.relay.fields.values()]
     relayed = sum(math.prod(field.shape) * field.dtype.itemsize for field in fields)
     max_pages = pages_for(context_len, config.page_size)
@@ -193,6 +196,7 @@ def plan_memory(
         at_most("activations", activations, f"{budget} tokens a step", "--max-num-batched-tokens"),
         at_most("attention", context_len * (rows * a_key + repeated), f"{rows} rows of {context_len} tokens", seqs, context),
         at_most("logits", logits, f"{sampled} rows of {model.vocab_size}", seqs, drafts),
+        at_most("draft probs", probs, f"{sampled} rows of {model.vocab_size}, p and q", seqs, drafts, "--accept"),
     ]
     shown = tuple(item for item in items if item.num_bytes)
     return MemoryPlan(shown, memory, context_len, config.page_size, num_pages, config.max_num_seqs)

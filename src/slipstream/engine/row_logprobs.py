@@ -13,7 +13,7 @@ from slipstream.sampling.nodes import GrammarMasks
 from slipstream.sampling.sampler import process
 from slipstream.sampling.state import RowSampling
 from slipstream.speculate.base import Verdict
-from slipstream.speculate.verify import SampledRows, sampling_nodes
+from slipstream.speculate.sampled_rows import SampledRows, sampling_nodes
 
 LogprobsMode = Literal["raw", "processed"]
 

@@ -30,8 +30,10 @@ from slipstream.models.base import CausalLM
 from slipstream.observe.guard import SyncGuard, declared
 from slipstream.relay import FutureMap, Rows
 from slipstream.sampling.state import SamplingState
+from slipstream.speculate.accept import COUPLED, AcceptRule
 from slipstream.speculate.base import Draft, Drafter, Verdict
-from slipstream.speculate.verify import SampledRows, row_ancestors, verify
+from slipstream.speculate.sampled_rows import SampledRows, row_ancestors
+from slipstream.speculate.verify import verify
 
 
 class Runner:
@@ -47,6 +49,7 @@ class Runner:
         context_len: most tokens a request may have.
         eos_token_ids: masked while a row has fewer than min_tokens tokens.
         logprobs_mode: of the model's logits as they are, or after all transforms.
+        accept: which drafted tokens are accepted.
         debug: poison relay rows and histories, and guard the step against hidden synchronisation.
     """
 
@@ -63,6 +66,7 @@ class Runner:
         eos_token_ids: tuple[int, ...],
         device: torch.device,
         logprobs_mode: LogprobsMode = "raw",
+        accept: AcceptRule = COUPLED,
         debug: bool = False,
     ) -> None:
         self.model = model
@@ -70,6 +74,7 @@ class Runner:
         self._attention = attention
         self._device = device
         self._debug = debug
+        self._accept = accept
         self.state = DeviceState(num_slots + 1, context_len, kv.page_size, device, debug)
         specs = {name: drafter.relay for name, drafter in drafters.items()}
         self.relay = FutureMap(num_slots + 1, specs, device, debug, declare=declared)
@@ -98,7 +103,7 @@ class Runner:
             logits = self.model.logits(hidden.index_select(0, index.sampled))
             params = self.sampling.rows([part.slot for part in plan.sampled])
             allowed = masks.wait()
-            verdict = verify(logits, sampled, params, allowed)
+            verdict = verify(logits, sampled, params, allowed, self._accept)
 
             self._publish(plan, index, rows, bases, verdict)
             self.state.commit(sampled.slots, sampled.base_lens, verdict.tokens, verdict.accept_lens)
@@ -181,6 +186,8 @@ class Runner:
             tokens=pad(draft.tokens, (0, 0, num_last, 0)),
             num_nodes=pad(draft.num_nodes, (num_last, 0)),
             parents=None if draft.parents is None else pad(draft.parents, (0, 0, num_last, 0)),
+            # Not copied where nothing is added: it is large.
+            probs=pad(draft.probs, (0, 0, 0, 0, num_last, 0)) if draft.probs is not None and num_last else draft.probs,
         )
         return SampledRows(
             slots=slots,

@@ -133,7 +133,7 @@ def groups_of(logits: Tensor, rows: RowSampling, nodes: Nodes, masks: GrammarMas
         if rows.numbers is not None and not needs.nothing:
             numbers = rows.numbers.at(nodes.row.index_select(0, at))
             if needs.noise:
-                keys = noise_keys(numbers.integer("seed"), nodes.position.index_select(0, at))
+                keys = noise_keys(numbers.integer("seed"), nodes.position.index_select(0, at), nodes.noise)
         if masked and masks is not None:
             bits = masks.bits.index_select(0, put([constrained[place] for place in places]))
         groups.append(

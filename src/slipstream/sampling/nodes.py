@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from slipstream.sampling.noise import Noise
+
 
 @dataclass(frozen=True, slots=True)
 class Nodes:
@@ -22,6 +24,7 @@ class Nodes:
         history_lens: [R] int64, tokens that count: root position + 1.
         max_history_len: upper bound of history_lens (host).
         row_ids: `row` on the host, where the caller knows it (the plan does); None: it is read from the device, a declared read.
+        noise: which noise is used.
     """
 
     row: Tensor
@@ -33,6 +36,7 @@ class Nodes:
     history_lens: Tensor
     max_history_len: int
     row_ids: tuple[int, ...] | None = None
+    noise: Noise = Noise.TARGET
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,8 @@
 
 A token is chosen as argmax(score - log E), E standard exponential: the Gumbel-max trick. All arithmetic on integers wraps.
 
+What it is for is told apart by a salt (`Noise`), 0 for the target's own samples: `seed ^ salt` stands where `seed` does below.
+
     64 bit   splitmix64(z):  z += 0x9E3779B97F4A7C15
                              z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9;  z = (z ^ z >> 27) * 0x94D049BB133111EB;  z ^ z >> 31
              key = splitmix64(splitmix64(seed) ^ (position * 0x9E3779B97F4A7C15))
@@ -24,6 +26,7 @@ arithmetic one and a mask.
 
 from __future__ import annotations
 
+from enum import IntEnum
 from functools import lru_cache
 
 import torch
@@ -36,8 +39,23 @@ MIX_32 = (0x7FEB352D, 0x846CA68B - (1 << 32), 0x2C1B3C6D)
 SIGN_32 = -(1 << 31)
 
 
-def noise_keys(seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+class Noise(IntEnum):
+    """What noise is for: the salt of each use, the fractional parts of the square roots of 2, 3 and 5. Uses share nothing.
+
+    TARGET: the target's own samples. DRAFT: what a drafter draws by itself. ACCEPT: whether that is accepted. RESIDUAL: what is
+    said instead.
+    """
+
+    TARGET = 0
+    DRAFT = 0x6A09E667F3BCC908
+    ACCEPT = 0xBB67AE8584CAA73B - (1 << 64)
+    RESIDUAL = 0x3C6EF372FE94F82B
+
+
+def noise_keys(seeds: Tensor, positions: Tensor, noise: Noise = Noise.TARGET) -> tuple[Tensor, Tensor]:
     """Keys ka, kb [n] int32 of sampling at positions [n] int64 with seeds [n] int64."""
+    if noise is not Noise.TARGET:
+        seeds = seeds ^ int(noise)
     key = _splitmix64(_splitmix64(seeds) ^ (positions * GOLDEN_64))
     return _low32(key >> 32), _low32(key)
 
@@ -74,6 +92,12 @@ def log_exponential(bits: Tensor, dtype: torch.dtype) -> Tensor:
     x *= 2.0**-32
     e = torch.where(upper == 0, (-x).log1p_(), x.log())
     return e.neg_().log_()
+
+
+def uniform(ka: Tensor, kb: Tensor) -> Tensor:
+    """u of token 0, one number a key: [n] float64 inside (0, 1)."""
+    h = noise_bits(ka, kb, torch.zeros((1, 1), dtype=torch.int32, device=ka.device))[:, 0]
+    return (h.to(torch.float64) + (0.5 + 2.0**31)) * 2.0**-32
 
 
 @lru_cache(maxsize=8)

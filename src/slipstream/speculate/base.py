@@ -86,7 +86,8 @@ class Draft:
         tokens: [R, W] int64, token of node j + 1. W may be 0.
         parents: [R, W] int64, parent node of node j + 1 (0 is the root), at most j. None: a chain.
         num_nodes: [R] int64, nodes that count; the rest is padding.
-        probs: [R, W, vocab] float32, the q a node was sampled from, where it was sampled. None: deterministic.
+        probs: [R, W, vocab] float32, the q that node j + 1 was drawn from, given the path to it; all of it on the node's token
+            where that was certain. Rows that draw at random are chains. None: every node was certain.
     """
 
     tokens: Tensor

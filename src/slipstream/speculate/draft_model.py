@@ -8,8 +8,8 @@
                                                          is missing. It is x of the next step.
 
 So a step costs `width` passes, and the one position that the loop does not reach is caught up by the first of them. `observe`
-runs the draft model over prompt chunks, and over nothing else. (Leviathan et al. 2023, Chen et al. 2023, with the target's noise
-in place of a rejection test.)
+runs the draft model over prompt chunks, and over nothing else. (Leviathan et al. 2023, Chen et al. 2023; how a token is
+drawn from the draft model's logits is the accept rule's, see accept.py.)
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from slipstream.models.base import CausalLM
 from slipstream.observe import log
 from slipstream.relay import DraftInput, RelayPayload, RelaySpec
 from slipstream.sampling.nodes import Nodes
-from slipstream.sampling.sampler import sample
+from slipstream.speculate.accept import Proposal
 from slipstream.speculate.base import ChunkTokens, Draft, StepContext, Verdict
 from slipstream.speculate.registry import Target, integer_option, known_options
 from slipstream.text.tokenizer import Tokenizer
@@ -41,7 +41,7 @@ logger = logging.getLogger("slipstream.speculate")
 
 
 class DraftModel:
-    """Proposes the chain that the draft model would say with the row's parameters and the target's noise.
+    """Proposes the chain that the draft model would say with the row's parameters.
 
     Args:
         model: the draft model, on the target's device.
@@ -63,6 +63,7 @@ class DraftModel:
         self._model = model
         self._page_size = target.page_size
         self._attention = target.attention
+        self._accept = target.accept
         self._head_size = target.model.vocab_size
         self._num_ids = min(target.num_known_ids, model.vocab_size)
         # By slot: the KV of the position before the root is missing. Made at the first step.
@@ -75,14 +76,19 @@ class DraftModel:
         ends = torch.minimum(ctx.limits, ctx.lengths + planned.clamp(min=1)).clamp(max=self._model.context_len)
         hidden = self._first_pass(ctx, payload.bonus_tokens, ends)
         chain: list[Tensor] = []
+        probs: list[Tensor] = []
         while len(chain) < width:
             if chain:
                 layout = self._rows_layout(ctx, ctx.lengths + len(chain), ends, 1, len(chain))
                 hidden = self._forward(chain[-1], layout)
-            chain.append(self._sampled(hidden, ctx, chain))
+            drawn = self._drawn(hidden, ctx, chain)
+            # Ids that nobody knows have no probability; a sick model's choice may still be one.
+            chain.append(drawn.tokens.clamp(max=self._num_ids - 1))
+            if drawn.probs is not None:
+                probs.append(drawn.probs)
         tokens = torch.stack(chain, 1) if chain else planned.new_empty((len(planned), 0))
         room = (self._model.context_len - ctx.lengths).clamp(min=0)
-        return Draft(tokens, torch.minimum(planned, room))
+        return Draft(tokens, torch.minimum(planned, room), probs=torch.stack(probs, 1) if probs else None)
 
     def observe(self, ctx: StepContext, verdict: Verdict, taps: Tensor | None) -> DraftInput | None:
         """Write the KV of prompt chunks; note which rows went further than their draft loop."""
@@ -136,8 +142,8 @@ class DraftModel:
         tokens = tokens.clamp(0, self._model.vocab_size - 1)
         return self._model.forward(tokens, self._attention.begin(layout, self.kv))[0]
 
-    def _sampled(self, hidden: Tensor, ctx: StepContext, chain: list[Tensor]) -> Tensor:
-        """[R]: what the target's sampler makes of the draft model's logits behind `chain`."""
+    def _drawn(self, hidden: Tensor, ctx: StepContext, chain: list[Tensor]) -> Proposal:
+        """A token a row, drawn from the draft model's logits behind `chain`."""
         level, num_rows = len(chain), len(ctx.slots)
         nodes = Nodes(
             row=torch.arange(num_rows, device=hidden.device),
@@ -150,7 +156,7 @@ class DraftModel:
             max_history_len=max(ctx.max_lens) + 1,
             row_ids=tuple(range(num_rows)),
         )
-        return sample(self._fitted(self._model.logits(hidden)), ctx.sampling, nodes).clamp(max=self._num_ids - 1)
+        return self._accept.propose(self._fitted(self._model.logits(hidden)), ctx.sampling, nodes)
 
     def _fitted(self, logits: Tensor) -> Tensor:
         """[R, draft head] -> [R, target head], with -inf for ids that only one of the two knows, or nobody."""

@@ -14,10 +14,11 @@ from slipstream.attention.base import AttentionBackend
 from slipstream.attention.reference import ReferenceBackend
 from slipstream.errors import ConfigError
 from slipstream.models.base import CausalLM
+from slipstream.speculate.accept import COUPLED, AcceptRule
 from slipstream.speculate.base import Drafter
 from slipstream.text.tokenizer import Tokenizer
 
-_NOT_DRAFTERS = frozenset({"base", "choice", "registry", "verify", "width"})
+_NOT_DRAFTERS = frozenset({"accept", "base", "choice", "registry", "sampled_rows", "verify", "width"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,7 @@ class Target:
         device: where the target is, and the drafter will be.
         attention: runs a drafter's own forward passes.
         tokenizer: the target's; None: not known.
+        accept: how the drafter draws tokens from logits, and what is done with them.
     """
 
     model: CausalLM
@@ -37,6 +39,7 @@ class Target:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     attention: AttentionBackend = field(default_factory=ReferenceBackend)
     tokenizer: Tokenizer | None = None
+    accept: AcceptRule = COUPLED
 
     @property
     def num_known_ids(self) -> int:

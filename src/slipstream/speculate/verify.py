@@ -1,101 +1,41 @@
 """verify: one function decides what a step commits, for plain and speculative decoding alike.
 
     root r ── logits ─► t0 = sample(r)         W draft nodes; D = deepest path
-      ├─ a            accept the child that equals the target's own sample,
-      │   └─ c        go on from it, stop at the first miss.
+      ├─ a            go on to the child that the accept rule takes (coupled: the one
+      │   └─ c        that equals the target's own sample), stop where it takes none.
       └─ b ─► t1 = sample(b)                   t0 = b:  tokens = [b, t1], path = [r, b], accept_len 2
 
-The target's sample at a node depends on the seed, the position and the node's own path alone (design section 6), so the committed
-tokens are those of plain decoding, whatever was drafted. The last committed token is the bonus token: the root of the next step.
+The target's sample at a node depends on the seed, the position and the node's own path alone (design section 6). What is made of
+it is the accept rule's (accept.py). The last committed token is the bonus token: the root of the next step.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from slipstream.attention.layout import tree_ancestors
-from slipstream.sampling.nodes import GrammarMasks, Nodes
+from slipstream.sampling.nodes import GrammarMasks
 from slipstream.sampling.sampler import choose
 from slipstream.sampling.state import RowSampling
-from slipstream.speculate.base import Draft, Verdict
+from slipstream.speculate.accept import AcceptRule
+from slipstream.speculate.base import Verdict
+from slipstream.speculate.sampled_rows import SampledRows, counted_nodes, parents_of, sampling_nodes
 
 
-@dataclass(frozen=True, slots=True)
-class SampledRows:
-    """The rows of a step that sample, with their drafts, as `verify` sees them. S rows, N nodes in all.
-
-    Attributes:
-        slots: [S] int64. base_lens: [S] int64, position of each root. limits: [S] int64.
-        roots: [S] int64, token at the root.
-        draft: W nodes a row (rows without draft have num_nodes 0).
-        ancestors: [S, W + 1, W + 1] bool for trees, None for chains.
-        flat_row, flat_node: [N] int64, row and node of each row of logits. row_ids: flat_row on the host.
-        flat_index: [S, W + 1] int64, row of logits of each node (the root's where the node has none).
-        depth: D, the deepest path of this step (host).
-        history: [num_slots, context + 2] int64 with the root already in it. max_history_len: bound of base_lens + 1 (host).
-    """
-
-    slots: Tensor
-    base_lens: Tensor
-    limits: Tensor
-    roots: Tensor
-    draft: Draft
-    ancestors: Tensor | None
-    flat_row: Tensor
-    flat_node: Tensor
-    flat_index: Tensor
-    row_ids: tuple[int, ...]
-    depth: int
-    history: Tensor
-    max_history_len: int
-
-
-def draft_paths(draft: Draft, ancestors: Tensor | None, depth: int) -> tuple[Tensor, Tensor]:
-    """Tokens below the root on the way to each node: paths [S, W + 1, depth] int64 (-1 behind), depths [S, W + 1] int64."""
-    rows, width = draft.tokens.shape
-    device = draft.tokens.device
-    nodes = torch.arange(width + 1, device=device)
-    if ancestors is None:
-        steps = torch.arange(depth, device=device)
-        tokens = draft.tokens[:, None, :depth].expand(rows, width + 1, depth)
-        return torch.where(steps < nodes[:, None], tokens, -1), nodes.expand(rows, -1)
-    depths = ancestors.sum(2) - 1
-    # Node a sits at place depth(a) - 1 of the path of each of its descendants; everything else goes to a column that is cut off.
-    place = torch.where(ancestors, depths[:, None, :] - 1, depth)
-    place = torch.where(nodes == 0, depth, place).clamp(max=depth)
-    tokens = torch.cat([draft.tokens.new_full((rows, 1), -1), draft.tokens], 1)[:, None, :].expand(rows, width + 1, width + 1)
-    paths = draft.tokens.new_full((rows, width + 1, depth + 1), -1).scatter(2, place, tokens)
-    return paths[:, :, :depth], depths
-
-
-def sampling_nodes(rows: SampledRows) -> Nodes:
-    """The step's N nodes as the sampler sees them."""
-    base = rows.base_lens
-    if rows.draft.tokens.shape[1]:
-        paths, depths = draft_paths(rows.draft, rows.ancestors, rows.depth)
-        path, depth = paths[rows.flat_row, rows.flat_node], depths[rows.flat_row, rows.flat_node]
-    else:
-        path, depth = base.new_empty((rows.flat_row.shape[0], 0)), torch.zeros_like(base)
-    position = base.index_select(0, rows.flat_row) + depth + 1
-    return Nodes(rows.flat_row, position, path, depth, rows.slots, rows.history, base + 1, rows.max_history_len, rows.row_ids)
-
-
-def verify(logits: Tensor, rows: SampledRows, sampling: RowSampling, masks: GrammarMasks | None) -> Verdict:
-    """Sample the target's token at each node and keep the longest drafted path that agrees.
+def verify(logits: Tensor, rows: SampledRows, sampling: RowSampling, masks: GrammarMasks | None, rule: AcceptRule) -> Verdict:
+    """Sample the target's token at each node and keep the drafted path that the rule accepts.
 
     Args:
         logits: [N, vocab], one row a node, in the order of `rows.flat_row`.
         rows: who samples, and what was drafted.
         sampling: parameters of the S rows.
         masks: what grammars allow, at the nodes of constrained rows.
+        rule: which drafted tokens are accepted, and what is said where none is.
     """
     draft = rows.draft
     num_rows, width = draft.tokens.shape
     choice = choose(logits, sampling, sampling_nodes(rows), masks)
-    target = choice.tokens.index_select(0, rows.flat_index.flatten()).view(num_rows, width + 1)
+    said = choice.tokens.index_select(0, rows.flat_index.flatten()).view(num_rows, width + 1)
     bad_node = ~choice.scores.isfinite()
 
     current = torch.zeros_like(rows.roots)
@@ -103,12 +43,11 @@ def verify(logits: Tensor, rows: SampledRows, sampling: RowSampling, masks: Gram
     steps = [current]
     matched = torch.zeros_like(rows.roots)
     if rows.depth:
-        node = torch.arange(1, width + 1, device=logits.device)
-        parents = (node - 1).expand(num_rows, -1) if draft.parents is None else draft.parents
-        counts = node <= draft.num_nodes[:, None]
+        parents = parents_of(draft)
+        accepted = rule.accept(logits, rows, sampling, masks, said)
+        fits, said = accepted.fits & counted_nodes(draft), accepted.said
     for _ in range(rows.depth):
-        wanted = target.gather(1, current[:, None])
-        child = (parents == current[:, None]) & (draft.tokens == wanted) & counts
+        child = (parents == current[:, None]) & fits
         alive = alive & child.any(1)
         # Equal siblings have equal futures only where their subtrees are; argmax takes the first, the drafter's best.
         current = torch.where(alive, child.to(torch.int8).argmax(1) + 1, current)
@@ -119,13 +58,8 @@ def verify(logits: Tensor, rows: SampledRows, sampling: RowSampling, masks: Gram
     room = (rows.limits - rows.base_lens - 1).clamp(min=0)
     accept_lens = torch.minimum(matched + 1, room)
     counted = torch.arange(rows.depth + 1, device=logits.device) < accept_lens[:, None]
-    tokens = torch.where(counted, target.gather(1, path), -1)
+    tokens = torch.where(counted, said.gather(1, path), -1)
     bonus = torch.where(accept_lens > 0, tokens.gather(1, (accept_lens - 1).clamp(min=0)[:, None])[:, 0], rows.roots)
     bad = bad_node.index_select(0, rows.flat_index.gather(1, path).flatten()).view_as(path) & counted
     first_bad = torch.where(bad.any(1), bad.to(torch.int8).argmax(1), -1)
     return Verdict(tokens, accept_lens, torch.where(counted, path, 0), bonus, rows.base_lens + accept_lens, first_bad)
-
-
-def row_ancestors(draft: Draft) -> Tensor | None:
-    """`tree_ancestors` of a draft, or None for a chain."""
-    return None if draft.parents is None else tree_ancestors(draft.parents)
