@@ -1,15 +1,15 @@
-"""Tables and the figure of docs/benchmarks.md from the JSON that bench.engine wrote: `python -m bench.report`."""
+"""Tables and the figure of docs/benchmarks.md from the JSON that the benchmarks wrote: `python -m bench.report`."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
-START, END = "<!-- measured: start -->", "<!-- measured: end -->"
+RESULTS = Path(__file__).parent / "results"
 NAMES = {"transformers": "transformers generate", "lag0": "slipstream, lag 0", "lag1": "slipstream, lag 1"}
 STEP_COLUMNS = (
     ("step", "wall"),
@@ -24,21 +24,73 @@ COLOURS = {"transformers": "#9aa5b1", "lag0": "#7fb3d5", "lag1": "#1f77b4"}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Put tables between the marks of a Markdown file and write the figure beside it."""
+    """Put tables between the marks of a Markdown file, those of which there are results, and write the figure beside it."""
     parser = argparse.ArgumentParser(prog="python -m bench.report", description=__doc__)
-    parser.add_argument("--json", type=Path, default=Path("bench/results/engine.json"))
+    parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--into", type=Path, default=Path("docs/benchmarks.md"))
     args = parser.parse_args(argv)
-    result = json.loads(args.json.read_text())
-    args.into.write_text(between_marks(args.into.read_text(), markdown(result)))
-    args.into.with_suffix(".svg").write_text(figure(result))
+    for name, make in SECTIONS.items():
+        path = args.results / f"{name}.json"
+        if not path.is_file():
+            print(f"{name}: no {path}, left as it is")
+            continue
+        result = json.loads(path.read_text())
+        args.into.write_text(between_marks(args.into.read_text(), name, make(result)))
+        if name == "engine":
+            args.into.with_suffix(".svg").write_text(figure(result))
 
 
-def between_marks(text: str, new: str) -> str:
-    """`text` with what stands between the two marks replaced."""
-    if text.count(START) != 1 or text.count(END) != 1 or text.index(START) > text.index(END):
-        raise ValueError(f"the file must hold {START} and {END} once each, in this order")
-    return f"{text[: text.index(START)]}{START}\n\n{new}\n{text[text.index(END) :]}"
+def between_marks(text: str, section: str, new: str) -> str:
+    """`text` with what stands between the two marks of a section replaced."""
+    start, end = f"<!-- {section}: start -->", f"<!-- {section}: end -->"
+    if text.count(start) != 1 or text.count(end) != 1 or text.index(start) > text.index(end):
+        raise ValueError(f"the file must hold {start} and {end} once each, in this order")
+    return f"{text[: text.index(start)]}{start}\n\n{new}\n{text[text.index(end) :]}"
+
+
+def prefix_markdown(result: Mapping[str, Any]) -> str:
+    """The prefix cache on against off, where it pays and where it cannot."""
+    rows = []
+    for name in ("pays", "costs"):
+        one, ratios = result[name], result[name]["off/on"]
+        rows.append(
+            [
+                result["sizes"][name],
+                *(f"{one['medians'][how]['wall_s']:.1f}" for how in ("off", "on")),
+                *(_interval(ratios[field]) for field in ("wall_s", "ttft_s", "cpu_s")),
+                one["rounds"],
+            ]
+        )
+    columns = ["work", "off, s", "on, s", "time off / on", "time to first token", "CPU time", "rounds"]
+    return "\n".join([_measured(result, f"{result['concurrency']} at once"), "", *_table(columns, rows)]) + "\n"
+
+
+def speculate_markdown(result: Mapping[str, Any]) -> str:
+    """Drafters against plain decoding, by requests at once."""
+    rows = []
+    for kind, sizes in result["results"].items():
+        for size, one in sizes.items():
+            off = one["systems"]["off"]
+            for name, ratio in one["speed"].items():
+                own = one["systems"][name]
+                speeds = [f"{each['tokens_per_s']:.1f}" for each in (off, own)]
+                steps = [f"{each['step_ms']:.1f}" for each in (off, own)]
+                rows.append([kind, size, name, *speeds, _interval(ratio), f"{own['accept_length']:.2f}", *steps])
+    columns = ["prompts", "at once", "drafter", "off, tok/s", "tok/s", "ratio", "accept length", "step off, ms", "step, ms"]
+    how = f"{result['rounds']} rounds, answers of {result['output_len']}, temperature {result['temperature']:g}"
+    return "\n".join([_measured(result, how), "", *_table(columns, rows)]) + "\n"
+
+
+def _measured(result: Mapping[str, Any], how: str) -> str:
+    machine = result["machine"]
+    return (
+        f"Measured {result['measured']}: {result['model']} in {result['dtype']}, {how}; {machine['processor']}, "
+        f"{machine['num_cores']} cores, torch {result['torch']} with {result['num_threads']} threads. Ratios with 95% intervals."
+    )
+
+
+def _interval(ratio: Mapping[str, float]) -> str:
+    return f"{ratio['median']:.3f} [{ratio['low']:.3f}, {ratio['high']:.3f}]"
 
 
 def markdown(result: Mapping[str, Any]) -> str:
@@ -112,6 +164,12 @@ def _ratio(ratio: Mapping[str, float]) -> str:
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     return [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)]
 
+
+SECTIONS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
+    "engine": markdown,
+    "prefix": prefix_markdown,
+    "speculate": speculate_markdown,
+}
 
 if __name__ == "__main__":
     main()

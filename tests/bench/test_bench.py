@@ -8,7 +8,7 @@ import pytest
 
 from bench.engine import compare, measure
 from bench.intervals import median_ratio
-from bench.report import END, START, between_marks, figure, markdown
+from bench.report import between_marks, figure, markdown, prefix_markdown, speculate_markdown
 from bench.systems import Ids, Sample
 
 
@@ -76,8 +76,28 @@ def test_the_report_holds_the_numbers() -> None:
     assert "| 8 | 5.0 | 10.0 | 2.000 [2.000, 2.000] |" in text
     assert "| 8 | 1 | 200.00 |" in text
     assert figure(result).count("<rect") == 3
-    page = between_marks(f"a\n{START}\nold\n{END}\nb\n", text)
+    page = between_marks("a\n<!-- engine: start -->\nold\n<!-- engine: end -->\nb\n", "engine", text)
     assert "old" not in page
-    assert between_marks(page, text) == page
+    assert between_marks(page, "engine", text) == page
     with pytest.raises(ValueError, match="once each"):
-        between_marks("no marks", text)
+        between_marks(page, "prefix", text)
+
+
+def test_the_report_of_the_cache_and_of_drafting() -> None:
+    head = {
+        "model": "m", "dtype": "float32", "num_threads": 2, "torch": "2", "machine": {"processor": "p", "num_cores": 2},
+        "measured": "today", "rounds": 3, "output_len": 4, "temperature": 0.0, "concurrency": 8,
+    }  # fmt: skip
+    ratio = {"median": 2.0, "low": 1.5, "high": 2.5}
+    one = {
+        "rounds": 3,
+        "medians": {"off": {"wall_s": 8.0}, "on": {"wall_s": 4.0}},
+        "off/on": {"wall_s": ratio, "ttft_s": {**ratio, "median": 3.0}, "cpu_s": ratio},
+    }
+    text = prefix_markdown({**head, "pays": one, "costs": one, "sizes": {"pays": "shared", "costs": "alone"}})
+    assert "| shared | 8.0 | 4.0 | 2.000 [1.500, 2.500] | 3.000 [1.500, 2.500] | 2.000 [1.500, 2.500] | 3 |" in text
+    off = {"tokens_per_s": 10.0, "step_ms": 5.0, "accept_length": 1.0}
+    own = {"tokens_per_s": 20.0, "step_ms": 6.0, "accept_length": 2.4}
+    found = {"systems": {"off": off, "ngram": own}, "speed": {"ngram": ratio}}
+    text = speculate_markdown({**head, "results": {"copy": {"4": found}}})
+    assert "| copy | 4 | ngram | 10.0 | 20.0 | 2.000 [1.500, 2.500] | 2.40 | 5.0 | 6.0 |" in text
