@@ -58,7 +58,7 @@ def prefix_markdown(result: Mapping[str, Any]) -> str:
                 result["sizes"][name],
                 *(f"{one['medians'][how]['wall_s']:.1f}" for how in ("off", "on")),
                 *(_interval(ratios[field]) for field in ("wall_s", "ttft_s", "cpu_s")),
-                one["rounds"],
+                str(one["rounds"]),
             ]
         )
     columns = ["work", "off, s", "on, s", "time off / on", "time to first token", "CPU time", "rounds"]
