@@ -27,7 +27,9 @@ def families() -> list[Metric]:
     metrics.http_request("/v1/completions", 200)
     metrics.failed("abort")
     metrics.finished(AnswerTimes(0.0), "stop", 1.0)
-    return list(text_string_to_metric_families(metrics.render(EngineStats(num_pages=1)).decode()))
+    stats = EngineStats(num_pages=1)
+    stats.drafter("ngram").add(3, 2)
+    return list(text_string_to_metric_families(metrics.render(stats).decode()))
 
 
 def labels_of_samples() -> dict[str, set[str]]:

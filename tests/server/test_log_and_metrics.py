@@ -134,6 +134,26 @@ def test_metrics_of_the_engine() -> None:
     assert samples(Metrics("m"), EngineStats())["kv_cache_usage_perc"] == 0
 
 
+def test_metrics_of_drafters() -> None:
+    engine = EngineStats()
+    for drafted, accepted in ((4, 3), (4, 0), (2, 1)):
+        engine.drafter("ngram").add(drafted, accepted)
+    engine.drafter("head").observe_s = 0.5
+    text = Metrics("m").render(engine).decode()
+
+    def value(name: str, labels: str) -> float:
+        lines = [line for line in text.splitlines() if line.startswith(f"slipstream:{name}{{")]
+        (line,) = [line for line in lines if all(label in line for label in labels.split(","))]
+        return float(line.rsplit(" ", 1)[1])
+
+    assert value("drafter_drafts_total", 'drafter="ngram"') == 3
+    assert value("drafter_draft_tokens_total", 'drafter="ngram"') == 10
+    assert value("drafter_accepted_tokens_total", 'drafter="ngram"') == 4
+    at = [value("drafter_accepted_tokens_per_pos_total", f'drafter="ngram",position="{place}"') for place in (1, 2, 3)]
+    assert at == [2, 1, 1]
+    assert value("drafter_seconds_total", 'drafter="head",phase="observe"') == 0.5
+
+
 def test_throughput() -> None:
     before = EngineStats(num_steps=5, num_prompt_tokens=100, num_output_tokens=50, num_pages=10, num_free_pages=10)
     now = EngineStats(

@@ -152,6 +152,10 @@ class Engine:
         stats.wait_s += settling - started
         stats.host_s += time.perf_counter() - settling
         stats.device_s += result.device_s
+        for name, seconds in result.propose_s.items():
+            stats.drafter(name).propose_s += seconds
+        for name, seconds in result.observe_s.items():
+            stats.drafter(name).observe_s += seconds
         stats.num_steps += 1
         stats.num_prompt_tokens += sum(chunk.num_tokens for chunk in launched.plan.chunks)
         stats.last_progress_s = time.monotonic()

@@ -64,10 +64,12 @@ class Settler:
         for place, (request, chunk) in enumerate(zip(launched.named[: len(chunks)], chunks, strict=True)):
             if request.finish_reason is None and place in result.prompt_logprobs:
                 outputs.extend(self._settle_prompt(request, chunk, result.prompt_logprobs[place]))
+        first = len(launched.sampled) - len(launched.plan.rows)
         for row, request in enumerate(launched.sampled):
             request.steps_in_flight.popleft()
             if request.finish_reason is None:
-                outputs.append(self._settle_row(request, row, result))
+                drafter = launched.plan.rows[row - first].drafter if row >= first else ""
+                outputs.append(self._settle_row(request, row, drafter, result))
         return outputs
 
     def end(self, request: Request, reason: FinishReason, error: tuple[str, str] | None = None) -> EngineOutput:
@@ -89,7 +91,7 @@ class Settler:
         request.prompt_logprobs[chunk.start :] = _token_logprobs(found, chunk.num_prompt_logprobs or 0)
         return []
 
-    def _settle_row(self, request: Request, row: int, result: StepResult) -> EngineOutput:
+    def _settle_row(self, request: Request, row: int, drafter: str, result: StepResult) -> EngineOutput:
         accepted, sick = int(result.accept_lens[row]), int(result.non_finite[row])
         drafted = int(result.num_drafted[row])
         # What comes before the first token of sick logits is as good as ever, and may end the answer.
@@ -112,6 +114,8 @@ class Settler:
         self._stats.num_drafts += drafted > 0
         self._stats.num_drafted += drafted
         self._stats.num_accepted += agreed
+        if drafted:
+            self._stats.drafter(drafter).add(drafted, agreed)
         of_prompt = None
         if request.num_prompt_logprobs is not None:
             of_prompt, request.prompt_logprobs = tuple(request.prompt_logprobs), []

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol
@@ -29,6 +29,17 @@ MODEL = "model_name"  # on every sample
 _STEP_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0)
 _WAIT_S = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0)
 _TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
+
+
+class DraftCounters(Protocol):
+    """What of a drafter's counters is shown; engine/stats.py has them."""
+
+    num_drafts: int
+    num_drafted: int
+    num_accepted: int
+    accepted_at: list[int]
+    propose_s: float
+    observe_s: float
 
 
 class EngineCounters(Protocol):
@@ -49,6 +60,12 @@ class EngineCounters(Protocol):
     num_drafted: int
     num_accepted: int
     device_s: float
+
+    @property
+    def drafting(self) -> Mapping[str, DraftCounters]:
+        """By drafter."""
+        ...
+
     host_s: float
     wait_s: float
 
@@ -220,6 +237,31 @@ class _Collector(Collector):
         pages.add_metric([self._model, "evictable"], engine.num_evictable_pages)
         pages.add_metric([self._model, "free"], engine.num_free_pages)
         yield pages
+        yield from _drafting(engine.drafting, self._model)
+
+
+def _drafting(drafters: Mapping[str, DraftCounters], model: str) -> Iterator[Metric]:
+    kinds = ("drafts", "draft_tokens", "accepted_tokens", "accepted_at")
+    counts: dict[str, Counter[tuple[str, ...]]] = {kind: Counter() for kind in kinds}
+    for name, one in drafters.items():
+        counts["drafts"][name,] = one.num_drafts
+        counts["draft_tokens"][name,] = one.num_drafted
+        counts["accepted_tokens"][name,] = one.num_accepted
+        for position, count in enumerate(one.accepted_at, 1):
+            counts["accepted_at"][name, str(position)] = count
+    by_name, at = ("drafter",), ("drafter", "position")
+    yield _counters("drafter_drafts", "Drafts verified, by drafter.", by_name, counts["drafts"], model)
+    yield _counters("drafter_draft_tokens", "Tokens drafted, by drafter.", by_name, counts["draft_tokens"], model)
+    yield _counters("drafter_accepted_tokens", "Drafted tokens accepted.", by_name, counts["accepted_tokens"], model)
+    text = "Drafts whose token at this place behind the root was accepted."
+    yield _counters("drafter_accepted_tokens_per_pos", text, at, counts["accepted_at"], model)
+    seconds = CounterMetricFamily(
+        PREFIX + "drafter_seconds", "Time in drafters, proposing and observing.", labels=[MODEL, "drafter", "phase"]
+    )
+    for name, one in drafters.items():
+        seconds.add_metric([model, name, "propose"], one.propose_s)
+        seconds.add_metric([model, name, "observe"], one.observe_s)
+    yield seconds
 
 
 def _looked_up(engine: EngineCounters) -> int:
