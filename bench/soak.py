@@ -54,9 +54,9 @@ MODELS: dict[str, tuple[Sizes, int, str]] = {  # sizes, clients, flags
         "--admission-headroom-tokens 0",
     ),
     "smollm2-135m": (
-        Sizes(long=1000, short=120, max_tokens=24, exact=False),
-        12,
-        "--max-model-len 1024 --max-num-seqs 8 --num-pages 66 --max-num-batched-tokens 256 --admission-headroom-tokens 0",
+        Sizes(long=1000, short=120, max_tokens=64, exact=False),
+        20,
+        "--max-model-len 1024 --max-num-seqs 16 --num-pages 66 --max-num-batched-tokens 256 --admission-headroom-tokens 0",
     ),
 }
 
