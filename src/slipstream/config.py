@@ -118,7 +118,7 @@ class EngineConfig(BaseModel):
         ge=0,
     )
 
-    speculate: Words = _setting("Decoding", (), "Drafter, as `name` or `name:key=value,key=value`; `off` is plain decoding.")
+    speculate: Words = _setting("Decoding", (), "Drafters, as `name` or `name:key=value,key=value`, chosen by what they bring.")
     adaptive_speculation: bool = _setting(
         "Decoding", True, "Draft as many tokens as pay, by what steps take and drafts bring; off drafts as many as may be."
     )

@@ -29,7 +29,8 @@ BAD_CONFIGS = {
     "cuda is untested": EngineConfig(device="cuda"),
     "unknown drafter": EngineConfig(speculate=("nope:width=4",)),
     "unknown attention backend": EngineConfig(attention_backend="nope"),
-    "more than one drafter": EngineConfig(speculate=("off", "off")),
+    "a drafter given twice": EngineConfig(speculate=("ngram", "ngram:width=2")),
+    "several drafters without the cost model": EngineConfig(speculate=("ngram", "off"), adaptive_speculation=False),
     "too few tokens a step": EngineConfig(max_num_batched_tokens=1),
 }
 

@@ -68,12 +68,19 @@ def _cuda_is_untested(config: EngineConfig) -> SlipstreamError | None:
     )
 
 
-def _one_drafter(config: EngineConfig) -> SlipstreamError | None:
-    if len(config.speculate) <= 1:
+def _each_drafter_once(config: EngineConfig) -> SlipstreamError | None:
+    names = [parse_spec(spec)[0] for spec in config.speculate]
+    if len(set(names)) == len(names):
+        return None
+    return ConfigError(f"--speculate must name each drafter once, but got {list(config.speculate)}", hint="leave one out")
+
+
+def _several_drafters_are_chosen_from(config: EngineConfig) -> SlipstreamError | None:
+    if len(config.speculate) <= 1 or config.adaptive_speculation:
         return None
     return ConfigError(
-        f"--speculate must be given at most once, but got {list(config.speculate)}",
-        hint="choosing a drafter per request and step is not built yet",
+        f"--speculate must name one drafter where --no-adaptive-speculation is given, but got {list(config.speculate)}",
+        hint="which of them drafts is chosen by what each brings and costs",
     )
 
 
@@ -108,7 +115,8 @@ def _a_prompt_token_a_step(config: EngineConfig) -> SlipstreamError | None:
 STARTUP_ROWS: tuple[StartupRow, ...] = (
     StartupRow("cuda is untested", _cuda_is_untested),
     StartupRow("unknown drafter", _known_drafter),
-    StartupRow("more than one drafter", _one_drafter),
+    StartupRow("a drafter given twice", _each_drafter_once),
+    StartupRow("several drafters without the cost model", _several_drafters_are_chosen_from),
     StartupRow("unknown attention backend", _known_backend),
     StartupRow("too few tokens a step", _a_prompt_token_a_step),
 )
