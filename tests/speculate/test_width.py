@@ -14,7 +14,7 @@ from slipstream.speculate.width import Curve, WidthModel
 DEPTH = 8
 LIGHT = Shape(DEPTH, DEPTH, 1 + DEPTH)
 MODEL = Shape(4, 4, 5, kv_behind=1, has_kv=True, catches_up=True)
-HEAD = Shape(4, 4, 5, shifted_kv=True, has_kv=True, relays=True)
+HEAD = Shape(4, 4, 5, has_kv=True, relays=True)
 Seconds = Callable[[int], float]
 
 
