@@ -144,7 +144,7 @@ def test_the_constructor_reads_no_environment(monkeypatch: pytest.MonkeyPatch) -
 def test_it_is_frozen() -> None:
     config = EngineConfig()
     with pytest.raises(Exception, match="frozen"):
-        config.page_size = 3  # type: ignore[misc]  # that it cannot be assigned is the point
+        config.page_size = 3  # that it cannot be assigned is the point
 
 
 def test_misspelt_variables_are_found_but_strange_ones_are_not_ours(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -145,7 +145,7 @@ def test_logit_bias(value: Any) -> None:
 
 def test_logit_bias_takes_json_keys_and_copies() -> None:
     given_ = {"5": 1, 7: -100.0}
-    params = SamplingParams(logit_bias=given_)  # type: ignore[arg-type]
+    params = SamplingParams(logit_bias=given_)
     given_["9"] = 3
     assert params.logit_bias == {5: 1.0, 7: -100.0}
 
@@ -159,10 +159,10 @@ def test_strings(field: str, value: Any) -> None:
 
 
 def test_strings_come_alone_or_in_lists() -> None:
-    assert SamplingParams(stop="ab").stop == ("ab",)  # type: ignore[arg-type]
-    assert SamplingParams(stop=["ab", "c"]).stop == ("ab", "c")  # type: ignore[arg-type]
-    assert SamplingParams(stop=[]).stop == ()  # type: ignore[arg-type]
-    assert SamplingParams(stop=None).stop == ()  # type: ignore[arg-type]
+    assert SamplingParams(stop="ab").stop == ("ab",)
+    assert SamplingParams(stop=["ab", "c"]).stop == ("ab", "c")
+    assert SamplingParams(stop=[]).stop == ()
+    assert SamplingParams(stop=None).stop == ()
     assert SamplingParams(stop="x" * MAX_STOP_CHARS).stop
 
 
@@ -188,7 +188,7 @@ def test_min_tokens_above_max_tokens() -> None:
 
 def test_an_unknown_keyword_is_named() -> None:
     with pytest.raises(TypeError, match="temprature"):
-        SamplingParams(temprature=1)  # type: ignore[call-arg]
+        SamplingParams(temprature=1)
 
 
 def test_allowed_token_ids_must_allow_something() -> None:

@@ -120,7 +120,10 @@ def check(
     spec = LayerKV(kv_heads, dim, dim, dtype)
     kv = KVCache((spec,) * len(windows), num_pages, page_size, torch.device("cpu"), poison=True)
     gen = torch.Generator().manual_seed(seed)
-    draw = lambda *shape: torch.randn(*shape, generator=gen, dtype=torch.float64).to(dtype)  # noqa: E731
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=gen, dtype=torch.float64).to(dtype)
+
     scale = 1 / math.sqrt(dim)
     step = ReferenceBackend().begin(layout, kv)
     for layer, window in enumerate(windows):

@@ -27,7 +27,7 @@ class Fixed:
 def test_ratios_are_to_off_and_differing_answers_are_counted() -> None:
     log: list[str] = []
     systems = {"off": Fixed("off", 2.0, 5, 0, log), "a": Fixed("a", 1.0, 5, 8, log), "b": Fixed("b", 4.0, 6, 0, log)}
-    samples, differing = measure(systems, [[1], [2]], 4, rounds=2)  # type: ignore[arg-type]
+    samples, differing = measure(systems, [[1], [2]], 4, rounds=2)
     assert log == ["off", "a", "b", "off", "a", "b", "b", "a", "off"]
     assert differing == {"off": 0, "a": 0, "b": 4}
     found = compare(samples)

@@ -20,7 +20,7 @@ def ledger(
     num_host_pages: int = 0,
     shifted_kv: bool = False,
 ) -> Ledger:
-    return Ledger(num_slots, num_pages, PAGE, 2, order, caching, num_host_pages, shifted_kv)  # type: ignore[arg-type]
+    return Ledger(num_slots, num_pages, PAGE, 2, order, caching, num_host_pages, shifted_kv)
 
 
 def admit(books: Ledger, num_tokens: int, match: Match = NO_MATCH, salt: str = "", drafter: str = "d") -> Holding:
@@ -28,7 +28,7 @@ def admit(books: Ledger, num_tokens: int, match: Match = NO_MATCH, salt: str = "
 
 
 def look(books: Ledger, tokens: Sequence[int], salt: str = "", **how: object) -> Match:
-    return books.match(salt, tokens, "d", **how)  # type: ignore[arg-type]
+    return books.match(salt, tokens, "d", **how)
 
 
 def finish(books: Ledger, holding: Holding, tokens: Sequence[int], salt: str = "") -> None:

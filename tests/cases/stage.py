@@ -54,7 +54,7 @@ FAVOUR = 100.0  # above any logit, bias and noise of the models here
 
 
 def greedy(max_tokens: int, **more: object) -> SamplingParams:
-    return SamplingParams(**{"temperature": 0.0, "max_tokens": max_tokens, **more})  # type: ignore[arg-type]
+    return SamplingParams(**{"temperature": 0.0, "max_tokens": max_tokens, **more})
 
 
 def text_ids(text: str) -> tuple[int, ...]:
@@ -242,7 +242,7 @@ def model_info(engine: Engine, eos: tuple[int, ...]) -> ModelInfo:
 
 def streamed(model: CausalLM, prompt: str, params: SamplingParams, *, eos: tuple[int, ...] = (), **cell: object) -> Streamed:
     """One prompt through front, engine and assembler, delta by delta."""
-    engine = make_engine(model, eos=eos, **cell)  # type: ignore[arg-type]
+    engine = make_engine(model, eos=eos, **cell)
     info = model_info(engine, eos)
     prepared = Frontend(info).prepare("one", prompt, params)
     assembler = Assembler(prepared, info)
@@ -271,6 +271,6 @@ def generated(
     model: CausalLM, prompts: Sequence[str], params: SamplingParams, *, eos: tuple[int, ...] = (), **cell: object
 ) -> list[RequestOutput]:
     """Prompts through `LLM.generate`, all at once."""
-    engine = make_engine(model, eos=eos, **cell)  # type: ignore[arg-type]
+    engine = make_engine(model, eos=eos, **cell)
     with LLM.around(engine, model_info(engine, eos), max_num_seqs=64) as llm:
         return llm.generate(prompts, params, use_tqdm=False)

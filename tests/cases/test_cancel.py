@@ -6,9 +6,9 @@ from functools import cache, partial
 
 import pytest
 
-import slipstream.testing.toy_grammar  # noqa: F401 - makes the kind "digits" known
 from slipstream.models.base import CausalLM
 from slipstream.testing.hash_lm import HashLM
+from slipstream.testing.toy_grammar import digits
 from slipstream.types import FinishReason
 from tests.cases.stage import EVERY_MODE, MODES, Watch, greedy
 from tests.engine.harness import Answer, Job, assert_equal, collect, drain, make_engine, reference
@@ -59,13 +59,13 @@ def to_cancel() -> tuple[CausalLM, dict[str, Job], dict[str, Answer]]:
     model = HashLM(vocab_size=64, context_len=256)
     jobs = {
         "plain": Job(tuple(range(3, 43)), greedy(60)),
-        "grammar": Job(tuple(range(40)), greedy(60, temperature=1.0), seed=4, grammar=("digits", "10-59:3")),
+        "grammar": Job(tuple(range(40)), greedy(60, temperature=1.0), seed=4, grammar=digits("10-59:3")),
         "bystander": Job(tuple(range(9)), greedy(120)),
     }
     return model, jobs, dict(zip(jobs, reference(model, list(jobs.values()), eos=()), strict=True))
 
 
-def step_until(stage: str, step, said, engine) -> None:  # type: ignore[no-untyped-def]
+def step_until(stage: str, step, said, engine) -> None:
     """Step to where a request is queued, half prefilled, has just said its first words, or is in the middle of its answer."""
     if stage == "queued":
         step()

@@ -105,7 +105,7 @@ def test_s22_a_cancelled_request_leaves_the_shared_prefix_as_it_was(caching: boo
     cached = 0
     for delay in range(1, 13):
         cell = {"lag": lag, "page_size": (1, 16)[delay % 2], "enable_prefix_caching": caching}
-        engine = make_engine(model, chunk=48, drafters=ngram(3), **cell)  # type: ignore[arg-type]
+        engine = make_engine(model, chunk=48, drafters=ngram(3), **cell)
         answers: dict[str, Answer] = {}
         try:
             for number in range(3):

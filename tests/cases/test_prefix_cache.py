@@ -67,7 +67,7 @@ def found_by_rule(engine: Engine, prompt: Sequence[int], computed: Sequence[Sequ
 def test_s22_cancelled_while_others_read_its_prefix(mode: str, num_pages: int, num_rounds: int) -> None:
     """Rounds: of three with one prefix the first is cancelled, and at once two more come. All others answer as if alone."""
     cell = {"chunk": 64, "num_pages": num_pages, "drafters": {mode: EVERY_MODE[mode](3)}, "admission_headroom_tokens": 0}
-    engine = make_engine(HASH, lag=1, eos=(), **cell)  # type: ignore[arg-type]
+    engine = make_engine(HASH, lag=1, eos=(), **cell)
     rounds_of_s22(engine, num_rounds, mode)
     stats = engine.stats()
     assert stats.num_cached_tokens > num_rounds * 3 * 150, "most of the prefix must have been shared"
@@ -135,7 +135,7 @@ def test_s25_the_steps_behind_the_end_leave_nothing(mode: str, page_size: int, e
             answers: dict[str, Answer] = {}
             more = {"length": {"max_tokens": num_tokens}, "stop id": {"max_tokens": 60, "stop_token_ids": (last,)}}
             try:
-                engine.add(Job(prompt, greedy(**more.get(end, {"max_tokens": 60}))).request("first"))  # type: ignore[arg-type]
+                engine.add(Job(prompt, greedy(**more.get(end, {"max_tokens": 60}))).request("first"))
                 if end == "abort":
                     while len(answers.get("first", Answer()).token_ids) < num_tokens:
                         collect(engine, answers)

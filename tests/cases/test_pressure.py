@@ -19,7 +19,7 @@ from slipstream.testing.hash_lm import HashLM
 from slipstream.testing.tiny import tiny_model
 from slipstream.types import FinishReason
 from tests.cases.stage import EAGLE_MODES, EVERY_MODE, Counter, Watch, assert_drafts_count, greedy
-from tests.engine.harness import Answer, Job, assert_equal, collect, drain, make_engine, reference
+from tests.engine.harness import Answer, Job, assert_equal, collect, drain, make_engine, reference, run_on
 
 each_mode = pytest.mark.parametrize("mode", EVERY_MODE)
 each_lag = pytest.mark.parametrize("lag", [0, 1])
@@ -37,17 +37,11 @@ class Outcome:
 
 def run_all(engine: Engine, jobs: list[Job]) -> Outcome:
     """All at once. Also checks that the pool and the counters come out even."""
-    answers: dict[str, Answer] = {}
-    try:
-        for number, job in enumerate(jobs):
-            engine.add(job.request(f"r{number}"))
-        drain(engine, answers)
-    finally:
-        engine.close()
+    answers = run_on(engine, jobs)
     stats = engine.stats()
     assert stats.num_free_pages + stats.num_evictable_pages == stats.num_pages
     assert stats.num_running == stats.num_waiting == 0
-    return Outcome([answers[f"r{number}"] for number in range(len(jobs))], stats)
+    return Outcome(answers, stats)
 
 
 # S11
@@ -211,7 +205,7 @@ def test_k01_one_request_fills_the_pool(mode: str, lag: int, page_size: int) -> 
     answers: dict[str, Answer] = {}
     try:
         for name, max_tokens in (("too much", n), ("no bound", None), ("all of it", n // 2), ("alive", 1)):
-            engine.add(Job(prompt, greedy(max_tokens)).request(name))  # type: ignore[arg-type]
+            engine.add(Job(prompt, greedy(max_tokens)).request(name))
             drain(engine, answers)
     finally:
         engine.close()

@@ -287,7 +287,7 @@ def test_a_huge_input_is_not_kept_in_memory(tmp_path: Path) -> None:
         assert sum(value.nbytes for value in vars(todo).values() if hasattr(value, "nbytes")) == 9 * 2000
     lines = read_lines(source, 10**6)
     assert next(lines).custom_id == "r0"
-    lines.close()  # type: ignore[attr-defined]
+    lines.close()
 
 
 def test_lines_that_are_too_long_do_not_shift_the_others(tmp_path: Path) -> None:

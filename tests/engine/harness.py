@@ -8,11 +8,12 @@ from typing import Any
 
 from slipstream.cache.pool import ReuseOrder
 from slipstream.config import EngineConfig
-from slipstream.engine.build import assemble_engine
+from slipstream.engine.build import assemble_engine, default_chooser
 from slipstream.engine.executor import Device, Executor, ThreadExecutor
 from slipstream.engine.loop import Engine
 from slipstream.models.base import CausalLM
 from slipstream.speculate.base import Drafter
+from slipstream.speculate.choice import Chooser, Shape
 from slipstream.speculate.registry import Target
 from slipstream.testing.byte_tokenizer import ByteTokenizer
 from slipstream.text.detokenize import StopScanner
@@ -71,6 +72,7 @@ def make_engine(
     order: ReuseOrder = "newest",
     eos: tuple[int, ...] = (EOS,),
     context_len: int | None = None,
+    chooser: Callable[[Mapping[str, Shape], EngineConfig], Chooser] = default_chooser,
     **settings: Any,
 ) -> Engine:
     """A debug engine around a model that is already there."""
@@ -94,6 +96,7 @@ def make_engine(
         drafters=drafters,
         executor=executor,
         order=order,
+        chooser=chooser,
     )
 
 
@@ -126,7 +129,11 @@ def drain(engine: Engine, answers: dict[str, Answer], max_steps: int = 20_000) -
 
 def run(model: CausalLM, jobs: Sequence[Job], **cell: object) -> list[Answer]:
     """All jobs at once through one engine; answers in the order of the jobs."""
-    engine = make_engine(model, **cell)  # type: ignore[arg-type]
+    return run_on(make_engine(model, **cell), jobs)
+
+
+def run_on(engine: Engine, jobs: Sequence[Job]) -> list[Answer]:
+    """All jobs at once through an engine, which is closed then; answers in the order of the jobs."""
     answers: dict[str, Answer] = {}
     try:
         for number, job in enumerate(jobs):

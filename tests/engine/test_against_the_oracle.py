@@ -43,7 +43,7 @@ def asked(job: Job, logits: Logits, context_len: int, eos: tuple[int, ...]) -> O
 
 
 def answered(model: object, job: Job, eos: tuple[int, ...]) -> Answer:
-    engine = make_engine(model, lag=0, batch=1, eos=eos)  # type: ignore[arg-type]
+    engine = make_engine(model, lag=0, batch=1, eos=eos)
     engine.add(job.request("r"))
     answers: dict[str, Answer] = {}
     drain(engine, answers)

@@ -15,7 +15,7 @@ MODEL = HashLM()  # 16 bytes a token
 
 
 def config(**more: object) -> EngineConfig:
-    return EngineConfig(model="in-memory", page_size=16, max_num_seqs=4, **more)  # type: ignore[arg-type]
+    return EngineConfig(model="in-memory", page_size=16, max_num_seqs=4, **more)
 
 
 def test_the_pool_is_what_was_asked_for() -> None:

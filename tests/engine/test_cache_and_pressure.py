@@ -12,12 +12,12 @@ from functools import cache
 
 import pytest
 
-import slipstream.testing.toy_grammar  # noqa: F401 - makes the kind "digits" known
 from slipstream.cache.pages import pages_for
 from slipstream.engine.loop import Engine
 from slipstream.models.base import CausalLM
 from slipstream.testing.hash_lm import HashLM
 from slipstream.testing.tiny import tiny_model
+from slipstream.testing.toy_grammar import digits
 from slipstream.types import FinishReason, SamplingParams
 from tests.engine.harness import Answer, Job, assert_equal, collect, drain, make_engine, reference
 from tests.engine.test_equality import DRAFTERS, EOS, params, prompt
@@ -128,8 +128,8 @@ def test_samples_of_one_prompt_share_it(name: str, lag: int, pressure: bool) -> 
 @pytest.mark.parametrize("lag", [0, 1])
 def test_a_grammar_goes_on_where_it_was_retracted(name: str, lag: int) -> None:
     """The matcher is rebuilt from the tokens there are."""
-    digits = params(60, temperature=1.0)
-    jobs = [Job(prompt(number, 20), digits, seed=number, grammar=("digits", "5-9:3")) for number in range(4)]
+    how = params(60, temperature=1.0)
+    jobs = [Job(prompt(number, 20), how, seed=number, grammar=digits("5-9:3")) for number in range(4)]
     jobs += [Job(prompt(7, 30), params(50, temperature=1.0, ignore_eos=True), seed=5)]
     engine = make_engine(
         HASH_LM, lag=lag, drafters={name: DRAFTERS[name]}, page_size=4, num_pages=21, admission_headroom_tokens=0

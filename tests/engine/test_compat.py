@@ -14,7 +14,7 @@ VOCAB = 64
 
 def request(prompt: tuple[int, ...] = (1,), *, words: tuple[tuple[int, ...], ...] = (), grammar: tuple[str, str] | None = None,
             **params: object) -> EngineRequest:  # fmt: skip
-    return EngineRequest("r", prompt, SamplingParams(**params), 0, words, grammar)  # type: ignore[arg-type]
+    return EngineRequest("r", prompt, SamplingParams(**params), 0, words, grammar)
 
 
 BAD_REQUESTS = {

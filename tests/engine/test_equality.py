@@ -12,7 +12,6 @@ from functools import cache
 import pytest
 import torch
 
-import slipstream.testing.toy_grammar  # noqa: F401 - makes the kind "digits" known
 from slipstream.speculate.draft_model import DraftModel
 from slipstream.speculate.ngram import NGram
 from slipstream.speculate.off import Off
@@ -20,6 +19,7 @@ from slipstream.testing import drafters as d
 from slipstream.testing.hash_lm import HashLM
 from slipstream.testing.relaying import relaying
 from slipstream.testing.tiny import FAMILIES, tiny_model
+from slipstream.testing.toy_grammar import digits
 from slipstream.types import SamplingParams
 from tests.engine.harness import EOS, Answer, DrafterFactory, Job, assert_equal, reference, run
 from tests.speculate.eagle_heads import eagle
@@ -43,7 +43,7 @@ CELLS = [
 
 
 def params(max_tokens: int = 24, **more: object) -> SamplingParams:
-    return SamplingParams(**{"temperature": 0.0, "max_tokens": max_tokens, **more})  # type: ignore[arg-type]
+    return SamplingParams(**{"temperature": 0.0, "max_tokens": max_tokens, **more})
 
 
 def prompt(number: int, length: int) -> tuple[int, ...]:
@@ -173,14 +173,14 @@ def test_a_drafter_gets_back_exactly_what_it_relayed(wanted: list[Answer], k: in
 def test_a_grammar_through_the_mask_port(lag: int, name: str) -> None:
     """Digits, then the end: in one batch with plain rows, closing inside a run or not."""
     jobs = [
-        Job(prompt(1, 5), params(30, temperature=1.0), seed=1, grammar=("digits", "10-19:3")),
-        Job(prompt(2, 40), params(30), grammar=("digits", "20-22:9")),
+        Job(prompt(1, 5), params(30, temperature=1.0), seed=1, grammar=digits("10-19:3")),
+        Job(prompt(2, 40), params(30), grammar=digits("20-22:9")),
         *GREEDY_AND_SEEDED[:3],
-        Job(prompt(3, 9), params(4, temperature=1.0), seed=2, grammar=("digits", "10-19:63")),
+        Job(prompt(3, 9), params(4, temperature=1.0), seed=2, grammar=digits("10-19:63")),
     ]
     got = run(HASH_LM, jobs, lag=lag, chunk=24, drafters={name: DRAFTERS[name]})
     assert_equal(got, reference(HASH_LM, jobs), (lag, name))
-    for answer, digits, end in ((got[0], range(10, 20), 3), (got[1], range(20, 23), 9), (got[5], range(10, 20), 63)):
-        assert answer.error is None and set(answer.token_ids) <= {*digits, end}
+    for answer, body, end in ((got[0], range(10, 20), 3), (got[1], range(20, 23), 9), (got[5], range(10, 20), 63)):
+        assert answer.error is None and set(answer.token_ids) <= {*body, end}
         assert end not in answer.token_ids[:-1]
         assert (answer.token_ids[-1] == end) == (answer.finish_reason == "stop")

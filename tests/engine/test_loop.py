@@ -14,7 +14,7 @@ LAGS = pytest.mark.parametrize("lag", [0, 1])
 
 
 def greedy(max_tokens: int, **more: object) -> SamplingParams:
-    return SamplingParams(temperature=0.0, max_tokens=max_tokens, **more)  # type: ignore[arg-type]
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, **more)
 
 
 @pytest.fixture

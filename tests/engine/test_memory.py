@@ -34,7 +34,7 @@ CPU = torch.device("cpu")
 
 
 def plan(model: CausalLM, memory: Memory | None = None, drafters: tuple[Drafter, ...] = (), **settings: object) -> MemoryPlan:
-    config = EngineConfig(model="in-memory", **{"page_size": 4, "max_num_seqs": 3, "num_pages": 10, **settings})  # type: ignore[arg-type]
+    config = EngineConfig(model="in-memory", **{"page_size": 4, "max_num_seqs": 3, "num_pages": 10, **settings})
     return plan_memory(
         model,
         config,
@@ -172,7 +172,7 @@ def test_an_engine_that_cannot_fit_is_not_begun(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(build, "KVCache", never)
     with pytest.raises(ConfigError, match="that are free, but take"):
         config = EngineConfig(model="in-memory", num_pages=4, max_num_seqs=64)
-        assemble_engine(HashLM(), config, eos_token_ids=(), stop_text=lambda request: StopScanner(None, request.params))  # type: ignore[arg-type]
+        assemble_engine(HashLM(), config, eos_token_ids=(), stop_text=lambda request: StopScanner(None, request.params))
 
 
 def test_the_table_reads_well() -> None:

@@ -11,7 +11,7 @@ from slipstream.layers.embedding import Embedding
 from slipstream.testing.drafters import DrafterFactory, rand_chain, rand_tree
 from slipstream.testing.hash_lm import HashLM
 from slipstream.testing.tiny import tiny_model
-from slipstream.testing.toy_grammar import DigitsMatcher
+from slipstream.testing.toy_grammar import DigitsMatcher, digits
 from slipstream.types import FinishReason, SamplingParams
 from tests.engine.harness import Job, assert_equal, make_engine, reference, run
 
@@ -19,14 +19,14 @@ LAGS = pytest.mark.parametrize("lag", [0, 1])
 
 
 def greedy(max_tokens: int, **more: object) -> SamplingParams:
-    return SamplingParams(temperature=0.0, max_tokens=max_tokens, **more)  # type: ignore[arg-type]
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, **more)
 
 
 @LAGS
 @pytest.mark.parametrize("params", [greedy(1), greedy(8, stop_token_ids=tuple(range(64)))])
 def test_a_broken_grammar_is_an_error_even_where_its_first_token_would_end_the_answer(lag: int, params: SamplingParams) -> None:
     """A row without a matcher is sampled unmasked: whatever ends its run, nothing of it may get out."""
-    job = Job((1, 2), params, grammar=("digits", "nonsense"))
+    job = Job((1, 2), params, grammar=digits("nonsense"))
     (answer,) = run(HashLM(vocab_size=64, context_len=64), [job], lag=lag)
     assert answer.finish_reason is FinishReason.ERROR and not answer.token_ids
     assert answer.error is not None and answer.error[0] == "EngineError" and "FIRST-LAST:END" in answer.error[1]
@@ -36,7 +36,7 @@ def test_a_broken_grammar_is_an_error_even_where_its_first_token_would_end_the_a
 def test_logits_that_are_not_finite_are_not_blamed_on_the_grammar(lag: int) -> None:
     """Sampled from NaN, token 0 or another that the matcher rejects may be committed; the matcher must not see it."""
     model = HashLM(vocab_size=64, context_len=64, nan_token_id=2)
-    (answer,) = run(model, [Job((1, 2), greedy(8), grammar=("digits", "10-19:3"))], lag=lag)
+    (answer,) = run(model, [Job((1, 2), greedy(8), grammar=digits("10-19:3"))], lag=lag)
     assert answer.error is not None and answer.error[0] == "NonFiniteLogits"
 
 
@@ -52,7 +52,7 @@ def test_a_matcher_never_sees_an_id_that_a_drafter_made_up(drafter: DrafterFacto
 
     monkeypatch.setattr(DigitsMatcher, "accept", strict)
     model = HashLM(vocab_size=64, context_len=64)
-    jobs = [Job((1, 2), SamplingParams(max_tokens=12), seed=seed, grammar=("digits", "10-19:3")) for seed in range(4)]
+    jobs = [Job((1, 2), SamplingParams(max_tokens=12), seed=seed, grammar=digits("10-19:3")) for seed in range(4)]
     assert_equal(run(model, jobs, lag=1, drafters={"d": drafter}), reference(model, jobs), "made-up ids")
 
 

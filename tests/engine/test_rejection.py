@@ -11,19 +11,20 @@ import numpy as np
 import pytest
 import torch
 
-import slipstream.testing.toy_grammar  # noqa: F401 - makes the kind "digits" known
 from slipstream.engine.runner import Runner
 from slipstream.errors import InvariantBroken
 from slipstream.relay import RelayPayload
 from slipstream.speculate.accept import one_hot
-from slipstream.speculate.base import Draft, StepContext
+from slipstream.speculate.base import Draft, Drafter, StepContext
 from slipstream.speculate.draft_model import DraftModel
 from slipstream.speculate.ngram import NGram
+from slipstream.speculate.registry import Target
 from slipstream.speculate.sampled_rows import SampledRows
 from slipstream.testing import drafters as d
 from slipstream.testing.hash_lm import HashLM
 from slipstream.testing.relaying import relaying
 from slipstream.testing.tiny import tiny_model
+from slipstream.testing.toy_grammar import digits
 from slipstream.types import SamplingParams
 from tests.engine.harness import EOS, Answer, DrafterFactory, Job, assert_equal, reference, run
 from tests.hash_oracle import hidden_states, logits_of
@@ -50,7 +51,7 @@ DRAWN: dict[str, DrafterFactory] = {
 
 
 def params(max_tokens: int = 24, **more: object) -> SamplingParams:
-    return SamplingParams(**{"temperature": 0.0, "max_tokens": max_tokens, **more})  # type: ignore[arg-type]
+    return SamplingParams(**{"temperature": 0.0, "max_tokens": max_tokens, **more})
 
 
 def prompt(number: int, length: int) -> tuple[int, ...]:
@@ -64,13 +65,13 @@ GREEDY = [
     Job(prompt(3, 17), params(1)),
     Job(prompt(4, 3), params(9, logprobs=3)),
     Job(prompt(5, 9), params(30, repetition_penalty=1.3, logit_bias={5: 3.0}, min_tokens=5, stop=("A", "7!"))),
-    Job(prompt(6, 12), params(20), grammar=("digits", "20-22:9")),
+    Job(prompt(6, 12), params(20), grammar=digits("20-22:9")),
 ]
 SEEDED = [
     Job(prompt(7, 1), HOT, seed=7),
     Job(prompt(8, 40), params(30, temperature=0.7, top_p=0.9, top_k=20, logprobs=2), seed=-3),
     Job(prompt(9, 64), params(50, temperature=1.3, min_p=0.02, frequency_penalty=0.5), seed=2**40),
-    Job(prompt(10, 5), params(30, temperature=1.0), seed=1, grammar=("digits", "10-19:3")),
+    Job(prompt(10, 5), params(30, temperature=1.0), seed=1, grammar=digits("10-19:3")),
 ]
 
 
@@ -151,7 +152,10 @@ def chances(num_tokens: int, temperature: float) -> dict[tuple[int, ...], float]
 def test_answers_have_the_distribution_of_plain_decoding(lag: int) -> None:
     """Joint, of the three tokens behind a prompt: one of the prefill, two of steps that verify."""
     temperature, num_tokens = 6.0, 3
-    drafter: DrafterFactory = lambda target: DraftModel(SMALL_OTHER, target, 2)  # noqa: E731
+
+    def drafter(target: Target) -> Drafter:
+        return DraftModel(SMALL_OTHER, target, 2)
+
     asked = SamplingParams(temperature=temperature, max_tokens=num_tokens, ignore_eos=True)
     jobs = [Job(START, asked, seed=seed) for seed in range(3000)]
     cell = {"lag": lag, "batch": 100, "chunk": 400, "drafters": {"other": drafter}, "accept": "rejection"}
@@ -172,7 +176,7 @@ def test_q_is_made_only_where_something_is_drawn(monkeypatch: pytest.MonkeyPatch
     original = Runner._sampled_rows
 
     def spy(self: Runner, *args: object) -> object:
-        rows = original(self, *args)  # type: ignore[arg-type]
+        rows = original(self, *args)
         seen.append(rows.draft.probs is not None)
         return rows
 

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import pytest
 
 from slipstream.config import EngineConfig
-from slipstream.engine.build import assemble_engine
 from slipstream.engine.loop import Engine
-from slipstream.models.base import CausalLM
 from slipstream.speculate.choice import OFF, Choice, RowDrafting, Shape, Widest
 from slipstream.speculate.draft_model import DraftModel
 from slipstream.speculate.ngram import NGram
-from slipstream.testing.byte_tokenizer import ByteTokenizer
 from slipstream.testing.drafters import DrafterFactory
 from slipstream.testing.hash_lm import HashLM
-from slipstream.text.detokenize import StopScanner
 from slipstream.types import SamplingParams
-from tests.engine.harness import Answer, Job, assert_equal, drain, reference
+from tests.engine.harness import Job, assert_equal, make_engine, reference, run_on
 from tests.speculate.eagle_heads import eagle
 
 MODEL = HashLM(vocab_size=64, context_len=256)
@@ -58,28 +55,8 @@ class Turns(Widest):
         return Choice(drafter, min(limit, self._shapes[drafter].num_nodes), name)
 
 
-def engine_of(model: CausalLM, names: tuple[str, ...], chooser: object = None, **settings: object) -> Engine:
-    fields = {"lag": 1, "page_size": 4, "num_pages": 400, "max_num_seqs": 4, "debug": True, **settings}
-    how = {} if chooser is None else {"chooser": chooser}
-    return assemble_engine(
-        model,
-        EngineConfig(model="in-memory", **fields),  # type: ignore[arg-type]
-        eos_token_ids=(),
-        stop_text=lambda request: StopScanner(ByteTokenizer(), request.params),
-        drafters={name: DRAFTERS[name] for name in names},
-        **how,  # type: ignore[arg-type]
-    )
-
-
-def answered(engine: Engine) -> list[Answer]:
-    answers: dict[str, Answer] = {}
-    try:
-        for number, job in enumerate(JOBS):
-            engine.add(job.request(f"r{number}"))
-        drain(engine, answers)
-    finally:
-        engine.close()
-    return [answers[f"r{number}"] for number in range(len(JOBS))]
+def engine_of(names: tuple[str, ...], **how: Any) -> Engine:
+    return make_engine(MODEL, eos=(), batch=4, drafters={name: DRAFTERS[name] for name in names}, **how)
 
 
 @pytest.mark.parametrize("budget", [16, 2048])
@@ -87,8 +64,8 @@ def answered(engine: Engine) -> list[Answer]:
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_who_comes_back_has_caught_up(lag: int, page_size: int, budget: int) -> None:
     """A draft model's KV is filled in, in one piece or in what the budget leaves; then all it says is right again."""
-    engine = engine_of(MODEL, ("model", "head", "ngram"), Turns, lag=lag, page_size=page_size, max_num_batched_tokens=budget)
-    assert_equal(answered(engine), reference(MODEL, JOBS, eos=()), (lag, page_size, budget))
+    engine = engine_of(("model", "head", "ngram"), lag=lag, page_size=page_size, chunk=budget, chooser=Turns)
+    assert_equal(run_on(engine, JOBS), reference(MODEL, JOBS, eos=()), (lag, page_size, budget))
     drafting = engine.stats().drafting
     assert drafting["ngram"].num_drafts and drafting["head"].num_drafts
     mine = drafting["model"]
@@ -99,6 +76,6 @@ def test_who_comes_back_has_caught_up(lag: int, page_size: int, budget: int) -> 
 @pytest.mark.parametrize("names", [("ngram", "model"), ("model", "ngram"), ("ngram", "head", "model")])
 def test_the_cost_model_chooses(names: tuple[str, ...]) -> None:
     """Real times: who is chosen may differ from run to run, what is answered may not."""
-    engine = engine_of(MODEL, names)
-    assert_equal(answered(engine), reference(MODEL, JOBS, eos=()), names)
+    engine = engine_of(names, lag=1, adaptive_speculation=True)
+    assert_equal(run_on(engine, JOBS), reference(MODEL, JOBS, eos=()), names)
     assert engine.stats().num_accepted > 0

@@ -87,7 +87,7 @@ def engine() -> EchoEngine:
 @pytest.fixture
 def llm(engine: EchoEngine) -> LLM:
     info = ModelInfo("tiny", TOKENIZER, TEMPLATE, TOKENIZER.vocab_size, 64, (EOS, END), {"temperature": 0.25})
-    return LLM.around(engine, info, max_num_seqs=2)  # type: ignore[arg-type]
+    return LLM.around(engine, info, max_num_seqs=2)
 
 
 def texts(outputs: list[Any]) -> list[str]:
@@ -105,7 +105,7 @@ def test_prompts_of_every_kind(llm: LLM) -> None:
         ([{"prompt_token_ids": ids}, {"prompt": "x"}], ["cd", "x"]),
         ([], []),
     ):
-        assert texts(llm.generate(prompts)) == wanted  # type: ignore[arg-type]
+        assert texts(llm.generate(prompts)) == wanted
 
 
 def test_results_keep_the_order_of_the_prompts(llm: LLM, engine: EchoEngine) -> None:
@@ -130,13 +130,13 @@ def test_parameters_for_all_for_each_and_by_default(llm: LLM, engine: EchoEngine
     assert (engine.seen[0].params.temperature, engine.seen[0].params.max_tokens) == (0.25, 16)
     for wrong in ([SamplingParams()], [], "x", {"n": 1}, [None, None], 5):
         with pytest.raises(InvalidParameter) as caught:
-            llm.generate(["a", "b"], wrong)  # type: ignore[arg-type]
+            llm.generate(["a", "b"], wrong)
         assert caught.value.param == "sampling_params"
 
 
 def test_a_conversation_is_no_text(llm: LLM) -> None:
     with pytest.raises(InvalidParameter, match=r'messages must be a list like \[{"role": "user", .* but got .hi'):
-        llm.chat("hi")  # type: ignore[arg-type]
+        llm.chat("hi")
 
 
 def test_priorities_and_salts(llm: LLM, engine: EchoEngine) -> None:
@@ -146,7 +146,7 @@ def test_priorities_and_salts(llm: LLM, engine: EchoEngine) -> None:
     assert (engine.seen[-1].priority, engine.seen[-1].cache_salt) == (7, "")
     for bad in ([1], [1, 2, 3], "12", None, 2**31, [0, 1.0]):
         with pytest.raises(InvalidParameter, match="priority"):
-            llm.generate(["a", "b"], priority=bad)  # type: ignore[arg-type]
+            llm.generate(["a", "b"], priority=bad)
     with pytest.raises(InvalidParameter, match="cache_salt"):
         llm.generate({"prompt": "a", "cache_salt": ""})
 
@@ -212,7 +212,7 @@ def test_chat(llm: LLM, engine: EchoEngine) -> None:
     assert texts(llm.chat(hi, add_generation_prompt=False)) == ["user:hi;"]
     for wrong in ([], [[]], "hi", [{"role": "robot", "content": "x"}], None):
         with pytest.raises(InvalidRequest):
-            llm.chat(wrong)  # type: ignore[arg-type]
+            llm.chat(wrong)
 
 
 def test_a_request_that_fails_lets_the_others_finish(llm: LLM, engine: EchoEngine) -> None:

@@ -17,11 +17,11 @@ from slipstream.config import EngineConfig
 from slipstream.engine import runner
 from slipstream.engine.build import assemble_engine
 from slipstream.models.base import CausalLM
-from slipstream.testing import toy_grammar  # noqa: F401 - importing it makes the kind "digits" known
 from slipstream.testing.adversarial import AdversarialExecutor
 from slipstream.testing.byte_tokenizer import ByteTokenizer
 from slipstream.testing.hash_lm import HashAttention, HashLM
 from slipstream.testing.tiny import tiny_model
+from slipstream.testing.toy_grammar import digits
 from slipstream.text.detokenize import StopScanner
 from slipstream.types import EngineRequest, SamplingParams
 from tests.engine.harness import Answer, Job, collect
@@ -129,7 +129,7 @@ def draw_job(rng: random.Random) -> Job:
     bad = tuple(tuple(map(ord, _word(rng, alphabet))) for _ in range(rng.randint(1, 3))) if rng.random() < 0.2 else ()
     if alphabet and {word[-1] for word in bad}.issuperset(alphabet):
         bad = ()
-    return Job(prompt, SamplingParams(**fields), rng.randrange(-(2**63), 2**63), bad)  # type: ignore[arg-type]
+    return Job(prompt, SamplingParams(**fields), rng.randrange(-(2**63), 2**63), bad)
 
 
 def draw_constrained_job(rng: random.Random) -> Job:
@@ -138,7 +138,7 @@ def draw_constrained_job(rng: random.Random) -> Job:
     fields: dict[str, object] = {"temperature": rng.choice((0.0, 1.0)), "max_tokens": rng.choice((1, 3, 6, 10))}
     _maybe(rng, fields, 0.3, top_k=3, presence_penalty=0.5, repetition_penalty=1.3)
     source = f"{DIGITS[0]}-{DIGITS[1]}:{rng.choice((EOS, 40))}"
-    return Job(prompt, SamplingParams(**fields), rng.randrange(2**63), grammar=("digits", source))  # type: ignore[arg-type]
+    return Job(prompt, SamplingParams(**fields), rng.randrange(2**63), grammar=digits(source))
 
 
 @lru_cache(maxsize=4 * NUM_JOBS)

@@ -305,7 +305,7 @@ def test_debug_reads_happen_where_they_are_declared() -> None:
         inside.pop()
 
     class Watch(torch.overrides.TorchFunctionMode):
-        def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        def __torch_function__(self, func, types, args=(), kwargs=None):
             if getattr(func, "__name__", "") in ("__bool__", "item", "tolist", "nonzero"):
                 reads.append(bool(inside))
             return func(*args, **(kwargs or {}))
@@ -324,7 +324,7 @@ def test_without_debug_nothing_is_read_from_the_device() -> None:
     reads: list[str] = []
 
     class Watch(torch.overrides.TorchFunctionMode):
-        def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        def __torch_function__(self, func, types, args=(), kwargs=None):
             if getattr(func, "__name__", "") in ("__bool__", "item", "tolist", "nonzero", "__len__"):
                 reads.append(func.__name__)
             return func(*args, **(kwargs or {}))

@@ -47,7 +47,7 @@ def asked_of(draw: st.DrawFn, vocab_size: int) -> Asked:
         stop_token_ids=maybe((), few),
         ignore_eos=draw(st.booleans()),
         seed=draw(st.integers(-(2**63), 2**63 - 1)),
-    )  # type: ignore[arg-type]
+    )
 
 
 @st.composite

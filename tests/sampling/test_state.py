@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 def needs_of(**params: object) -> RowNeeds:
     state = SamplingState(2, 100, (1,), CPU)
-    state.admit(1, EngineRequest("r", (3,), SamplingParams(**params), 0), 1)  # type: ignore[arg-type]
+    state.admit(1, EngineRequest("r", (3,), SamplingParams(**params), 0), 1)
     return state.rows([1]).needs[0]
 
 

@@ -24,7 +24,7 @@ def pair() -> Iterator[Pair]:
 
 
 def request(name: str, prompt: str, **params: object) -> EngineRequest:
-    return EngineRequest(name, tuple(TOKENIZER.encode(prompt)), SamplingParams(**{"max_tokens": 99, **params}), 0)  # type: ignore[arg-type] # a test's own
+    return EngineRequest(name, tuple(TOKENIZER.encode(prompt)), SamplingParams(**{"max_tokens": 99, **params}), 0)
 
 
 def run(pair: Pair, *messages: wire.ToEngine) -> list[wire.ToFront]:
@@ -62,7 +62,7 @@ def test_stop_with_drain_finishes_what_was_added(pair: Pair) -> None:
     news = outputs(sent)
     assert {name: text(one) for name, one in news.items()} == {"a": "x", "b": "yy", "c": "z"}
     assert all(one[-1].finish_reason is FinishReason.STOP for one in news.values())
-    assert len(sent[0].outputs) == 2, "the news of a step travel together"  # type: ignore[union-attr] # the first is Outputs
+    assert len(sent[0].outputs) == 2, "the news of a step travel together"
 
 
 def test_stop_without_drain_does_not_wait(pair: Pair) -> None:

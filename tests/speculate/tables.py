@@ -82,7 +82,7 @@ def random_world(vocab_size: int, seed: int, spread: float = 1.5, **more: object
     """Tables drawn at random; target and draft agree in part."""
     rng = np.random.default_rng(seed)
     target = rng.normal(0.0, spread, (CYCLE, vocab_size, vocab_size))
-    return World(target, 0.5 * target + rng.normal(0.0, spread, target.shape), **more)  # type: ignore[arg-type]
+    return World(target, 0.5 * target + rng.normal(0.0, spread, target.shape), **more)
 
 
 def softmax(scores: Array) -> Array:

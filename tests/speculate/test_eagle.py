@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import slipstream.testing.toy_grammar  # noqa: F401 - makes the kind "digits" known
 from slipstream.attention.base import AttentionStep
 from slipstream.observe.guard import declared
 from slipstream.relay import DraftInput, RelayPayload
@@ -23,6 +22,7 @@ from slipstream.speculate.registry import Target
 from slipstream.testing.hash_head import HashHead, hash_eagle
 from slipstream.testing.hash_lm import HashLM
 from slipstream.testing.tiny import tiny_model
+from slipstream.testing.toy_grammar import digits
 from slipstream.types import SamplingParams
 from tests.engine.harness import Answer, DrafterFactory, Job, assert_equal, collect, drain, make_engine, reference, run
 from tests.engine.test_cache_and_pressure import run_in_waves, tight
@@ -34,7 +34,7 @@ STEM = tuple((place * place * 7 + 3) % 60 for place in range(70))
 
 
 def params(max_tokens: int = 20, **more: object) -> SamplingParams:
-    return SamplingParams(**{"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True, **more})  # type: ignore[arg-type]
+    return SamplingParams(**{"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True, **more})
 
 
 # Shared prefixes, greedy and hot rows, each kind of parameter, ends inside a run.
@@ -45,7 +45,7 @@ JOBS = [
     Job((*STEM[:33], *STEM[:9]), params(36, temperature=0.8, min_p=0.02, repetition_penalty=1.2), seed=-9),
     Job(STEM, params(20, min_tokens=12, presence_penalty=0.5, ignore_eos=False)),
     Job(STEM[5:6], params(36, temperature=4.0, top_p=0.95, logit_bias={7: 3.0}), seed=8),
-    Job(STEM[:20], params(36, temperature=1.0), seed=1, grammar=("digits", "10-19:3")),
+    Job(STEM[:20], params(36, temperature=1.0), seed=1, grammar=digits("10-19:3")),
 ]
 
 
@@ -163,7 +163,7 @@ class Watched:
 
     def __setattr__(self, name: str, value: object) -> None:
         if name == "kv":
-            self.inner.kv = value  # type: ignore[assignment]
+            self.inner.kv = value
         else:
             object.__setattr__(self, name, value)
 
@@ -196,10 +196,10 @@ class Watched:
 
 def watched(head: PlainHead, shape: str, into: list[Watched]) -> DrafterFactory:
     def make(target: Target) -> Watched:
-        into.append(Watched(through_files(head, shape)(target)))  # type: ignore[arg-type]
+        into.append(Watched(through_files(head, shape)(target)))
         return into[-1]
 
-    return make  # type: ignore[return-value]
+    return make
 
 
 class Oracle:
@@ -374,8 +374,8 @@ def _with_draft_from(start: int, made: list[Watched]) -> list[int]:
             chunks = replace(chunks, draft_from=chunks.starts.clamp(max=start))
         return replace(ctx, draft_from=ctx.lengths.clamp(max=start), chunks=chunks)
 
-    inner.propose = lambda ctx, payload, width: propose(moved(ctx), payload, width)  # type: ignore[method-assign]
-    inner.observe = lambda ctx, verdict, taps: observe(moved(ctx), verdict, taps)  # type: ignore[method-assign]
+    inner.propose = lambda ctx, payload, width: propose(moved(ctx), payload, width)
+    inner.observe = lambda ctx, verdict, taps: observe(moved(ctx), verdict, taps)
     return seen
 
 
@@ -510,7 +510,7 @@ def test_a_draft_of_n_levels_takes_n_passes_one_of_them_to_observe(topk: int, st
 
     def make(target: Target) -> Eagle:
         heads.append(Counting(HashHead(HASH_LM)))
-        return Eagle(heads[-1], target, topk, steps, draft_tokens)  # type: ignore[arg-type]
+        return Eagle(heads[-1], target, topk, steps, draft_tokens)
 
     engine = make_engine(HASH_LM, drafters={"eagle": make})
     engine.add(Job(STEM[:9], params(30)).request("one"))
@@ -529,7 +529,7 @@ def test_no_draft_no_pass() -> None:
 
     def make(target: Target) -> Eagle:
         heads.append(Counting(HashHead(HASH_LM)))
-        return Eagle(heads[-1], target, 1, 3, 3)  # type: ignore[arg-type]
+        return Eagle(heads[-1], target, 1, 3, 3)
 
     engine = make_engine(HASH_LM, drafters={"eagle": make}, chunk=1)  # a budget of one token: the row's own
     engine.add(Job(STEM[:3], params(9)).request("one"))

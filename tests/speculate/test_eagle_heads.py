@@ -174,7 +174,7 @@ def test_the_embedding_is_the_heads_where_it_stores_one(tmp_path: Path, own: boo
     table = plain_target("llama").model.embed_tokens.weight.clone()
     plain.weights["embed_tokens.weight"] = table * 2 if own else table
     loaded = load_head(saved(plain, tmp_path / "head"), target())
-    assert (loaded._embedding is target().embedding) == (not own)  # type: ignore[attr-defined]
+    assert (loaded._embedding is target().embedding) == (not own)
     features = torch.ones((3, HIDDEN), dtype=torch.float64)
     plain.weights.pop("embed_tokens.weight")
     shared = load_head(saved(plain, tmp_path / "shared"), target())
@@ -297,7 +297,7 @@ def test_l09_ids_that_only_fill_up_the_targets_head_are_never_proposed(kind: int
             built.append(draft.tokens.max() if draft.tokens.numel() else torch.tensor(0))
             return draft
 
-        drafter.propose = propose  # type: ignore[method-assign]
+        drafter.propose = propose
         return drafter
 
     params = SamplingParams(temperature=1.0, max_tokens=24, ignore_eos=True)

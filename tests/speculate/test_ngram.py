@@ -200,10 +200,10 @@ def test_its_steps_carry_a_bonus_only_payload_and_touch_no_draft_buffer(lag: int
     jobs = [Job(COPY[:70], greedy(60)), Job(COPY[:90], greedy(200)), Job(COPY[:80], greedy(99, stop=("beta",)))]
     payloads: list[RelayPayload] = []
     engine = make_engine(model, lag=lag, eos=(3,), drafters={"ngram": lambda target: NGram(7)})
-    runner = engine._executor._device  # type: ignore[attr-defined]
+    runner = engine._executor._device
     assert isinstance(runner, Runner)
     original = runner.relay.stash
-    runner.relay.stash = lambda rows, payload, drafter: (payloads.append(payload), original(rows, payload, drafter))  # type: ignore
+    runner.relay.stash = lambda rows, payload, drafter: (payloads.append(payload), original(rows, payload, drafter))
     drafts: list[Draft] = []
     propose = NGram.propose
 
@@ -212,7 +212,7 @@ def test_its_steps_carry_a_bonus_only_payload_and_touch_no_draft_buffer(lag: int
         drafts.append(propose(self, ctx, payload, width))
         return drafts[-1]
 
-    answers: dict = {}  # type: ignore[type-arg]
+    answers: dict = {}
     try:
         with mock.patch.object(NGram, "propose", spy):
             for number, job in enumerate(jobs):

@@ -53,7 +53,7 @@ def rows_of(
 def decide(rows: SampledRows, target: list[list[int]]) -> Verdict:
     """`target[r][j]` is the target's own token at node j of row r."""
     logits = torch.nn.functional.one_hot(torch.tensor(target).flatten(), VOCAB).double()
-    return verify(logits, rows, None, None, COUPLED)  # type: ignore[arg-type]
+    return verify(logits, rows, None, None, COUPLED)
 
 
 def test_without_a_draft_one_token_is_committed() -> None:
@@ -105,9 +105,9 @@ def test_non_finite_logits_count_only_on_the_accepted_path() -> None:
     for node, bad in ((2, -1), (1, 1), (0, 0)):  # node 1 is accepted and its own sample misses node 2
         sick = logits.clone()
         sick[node, 9] = float("inf")
-        assert verify(sick, rows, None, None, COUPLED).non_finite.tolist() == [bad]  # type: ignore[arg-type]
+        assert verify(sick, rows, None, None, COUPLED).non_finite.tolist() == [bad]
     everything = torch.full((3, VOCAB), -torch.inf, dtype=torch.float64)
-    assert verify(everything, rows, None, None, COUPLED).non_finite.tolist() == [0]  # type: ignore[arg-type]
+    assert verify(everything, rows, None, None, COUPLED).non_finite.tolist() == [0]
 
 
 def test_random_trees_against_a_walk_in_plain_python() -> None:

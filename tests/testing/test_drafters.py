@@ -197,7 +197,7 @@ def test_relaying_notices_what_comes_back_wrong(name: str, how: str) -> None:
         (lambda ctx, v, t: (_with_next(ctx, 1), v, t), "behind a last chunk|one further"),
     ],
 )
-def test_relaying_notices_what_it_is_shown_wrong(change, message: str) -> None:  # type: ignore[no-untyped-def]
+def test_relaying_notices_what_it_is_shown_wrong(change, message: str) -> None:
     original = RelayingDrafter.observe
 
     def spoil(self: RelayingDrafter, ctx: StepContext, verdict: Verdict, taps: Tensor | None) -> DraftInput | None:
@@ -214,7 +214,6 @@ def _with_next(ctx: StepContext, by: int) -> StepContext:
 def test_relaying_relays_values_that_differ_by_row_step_and_owner() -> None:
     target = mock.Mock(model=HashLM(64, 64))
     drafter = RelayingDrafter(target, rand_chain(2)(target), 3)
-    column = lambda *values: torch.tensor(values)  # noqa: E731
-    base = (column(1, 1, 1, 1, 2), column(1, 1, 1, 2, 1), column(5, 5, 6, 5, 5), column(9, 8, 9, 9, 9))
+    base = tuple(map(torch.tensor, ([1, 1, 1, 1, 2], [1, 1, 1, 2, 1], [5, 5, 6, 5, 5], [9, 8, 9, 9, 9])))
     values = drafter._extras(*base)["hidden_states"]
     assert len({tuple(row) for row in values.tolist()}) == 5

@@ -19,7 +19,7 @@ PIECES = [b"\xf0\x9f", b"\x98\x80!", b" the", b"\xe4\xbd", b"\xa0\xe5", b"a\xc3"
 
 def pieces_of(tokenizer: object, ids: list[int], cuts: list[int], skip: bool) -> list[str]:
     """What the decoder hands out when the ids arrive in chunks, and its rest."""
-    decoder = IncrementalDecoder(tokenizer, skip)  # type: ignore[arg-type]
+    decoder = IncrementalDecoder(tokenizer, skip)
     bounds = sorted({0, len(ids), *(c % (len(ids) + 1) for c in cuts)})
     return [*(decoder.push(ids[a:b]) for a, b in pairwise(bounds)), decoder.finish()]
 
