@@ -19,13 +19,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from slipstream.cache.ledger import NO_END, NO_MATCH, Holding, Ledger, Match
+from slipstream.cache.ledger import NO_MATCH, Holding, Ledger, Match
 from slipstream.cache.prefix import NOBODY
+from slipstream.engine.observers import Observers
 from slipstream.engine.plan import Admit, Chunk, Fill, PageDelta, Retire, StepPlan, StepResult, VerifyRow
 from slipstream.engine.policy import Policy, RankedList, victim_of_pressure, victim_of_priority
 from slipstream.engine.request import Request
 from slipstream.errors import InvariantBroken
-from slipstream.speculate.choice import OFF, Choice, Chooser, Shape
+from slipstream.speculate.choice import OFF, Chooser, Shape
 
 PROMPT_SHARE = 4  # a quarter of the budget goes to waiting prompts before any draft node
 
@@ -78,6 +79,7 @@ class Scheduler:
         self._policy = policy or Policy()
         self._chooser = chooser
         self._shapes = shapes
+        self._observers = Observers(ledger, shapes)
         self._max_nodes = max(shape.num_nodes for shape in shapes.values())
         self._budget = max_num_batched_tokens
         self._retires: list[Retire] = []
@@ -186,7 +188,7 @@ class Scheduler:
         share = budget // len(rows)
         most = [min(share, r.max_nodes, r.limit - len(r.tokens) - len(r.steps_in_flight) - 1) for r in rows]
         for request in rows:
-            request.drafting.missing = request.max_committed_len - self._covered(request, _holding(request).drafter)
+            request.drafting.missing = self._observers.missing(request, _holding(request))
         choices = self._chooser.choose([request.drafting for request in rows], most, num_prompt_tokens)
         left = budget - sum(choice.num_nodes for choice in choices)
         verify_rows: list[VerifyRow] = []
@@ -194,56 +196,15 @@ class Scheduler:
             num_nodes = choice.num_nodes
             if num_nodes and not self._reserve(request, max(1 + num_nodes, self._shapes[choice.drafter].max_writes), draft):
                 num_nodes = 0
-            relayed_by = request.drafting.observer
-            left -= self._observe(request, choice, num_nodes, left, draft)
-            holding, observer = _holding(request), request.drafting.observer
+            relayed_by, holding = request.drafting.observer, _holding(request)
+            fill = self._observers.change(request, holding, choice, num_nodes, left)
+            if fill is not None:
+                draft.fills.append(fill)
+                left -= fill.num_tokens
+            observer = request.drafting.observer
             max_len = request.max_committed_len
             verify_rows.append(VerifyRow(holding.slot, holding.epoch, relayed_by, choice.drafter, observer, num_nodes, max_len))
         return verify_rows
-
-    def _observe(self, request: Request, choice: Choice, num_nodes: int, budget: int, draft: _Draft) -> int:
-        """Hand the row to the observer that was chosen, or bring that one nearer. Returns the tokens it fills in."""
-        drafting, holding = request.drafting, _holding(request)
-        drafting.idle = 0 if choice.drafter == drafting.observer and num_nodes else drafting.idle + 1
-        if choice.drafter == drafting.on_trial and num_nodes:
-            drafting.on_trial = ""
-        old, wanted = self._shapes[drafting.observer], choice.observer
-        if wanted == drafting.observer and old.has_kv and old.catches_up and drafting.idle:
-            wanted = OFF
-        if wanted == drafting.observer:
-            return 0
-        new = self._shapes[wanted]
-        if old.has_kv:  # of what the steps in flight add nothing is known
-            holding.draft_to = max(holding.draft_from, len(request.tokens) - 1 - old.kv_behind)
-        if not new.has_kv:
-            drafting.observer, drafting.idle = wanted, 0
-            return 0
-        count = 0
-        start, end = 0, request.max_committed_len
-        if new.catches_up:
-            start = self._covered(request, wanted)
-            count = min(end + 1 + num_nodes, request.limit) - start
-            if count > max(budget, 1):
-                count = max(0, min(budget, len(request.tokens) - 1 - start))
-                end = start + count
-            if count:
-                draft.fills.append(Fill(holding.slot, holding.epoch, wanted, start, count))
-        is_whole = not new.catches_up or start + count > end
-        holding.drafter = wanted
-        holding.draft_from, holding.draft_to = (0 if new.catches_up else end), (NO_END if is_whole else end)
-        if is_whole:
-            drafting.observer, drafting.idle = wanted, 0
-            if new.catches_up:
-                self.ledger.cover(holding)
-        else:
-            drafting.observer = OFF
-        return count
-
-    def _covered(self, request: Request, drafter: str) -> int:
-        """Tokens, from the first on, that a drafter which catches up has KV of."""
-        holding = _holding(request)
-        whole = holding.drafter == drafter != NOBODY and holding.draft_from == 0
-        return min(holding.draft_to, request.max_committed_len) if whole else 0
 
     def _reserve(self, request: Request, num_writes: int, draft: _Draft) -> bool:
         """Make the next `num_writes` positions of a row writable, as far as its limit; false: no pages."""
