@@ -8,7 +8,7 @@
                                                          is missing. It is x of the next step.
 
 So a step costs `width` passes, and the one position that the loop does not reach is caught up by the first of them. `observe`
-runs the draft model over prompt chunks, and over nothing else. (Leviathan et al. 2023, Chen et al. 2023; how a token is
+runs the draft model over prompt chunks, and over what it missed while it slept. (Leviathan et al. 2023, Chen et al. 2023; how a token is
 drawn from the draft model's logits is the accept rule's, see accept.py.)
 """
 
@@ -120,7 +120,6 @@ class DraftModel:
             query_lens=chunks.lens,
             max_key_lens=chunks.ends,
             num_chunks=len(chunks.lens),
-            first_keys=chunks.draft_from,
         )
         self._forward(chunks.tokens, layout)
 
@@ -132,7 +131,6 @@ class DraftModel:
             limits=ends,
             query_lens=(num_tokens,) * len(ctx.max_lens),
             max_key_lens=tuple(length + level + 1 for length in ctx.max_lens),
-            first_keys=ctx.draft_from,
         )
 
     def _forward(self, tokens: Tensor, layout: BatchLayout) -> Tensor:
