@@ -338,6 +338,17 @@ def test_the_page_of_the_last_token_is_loaded_straight_into_the_copy() -> None:
     assert moves.loads == ((1, holding.table.pages[0]), (0, holding.table.pages[1])) and moves.copies == ()
 
 
+def test_what_is_computed_again_without_draft_kv_is_nobodys() -> None:
+    """The host's copy has a drafter's KV; the page that takes its place on the device has not."""
+    books = ledger(num_pages=4, num_host_pages=2)
+    finish(books, admit(books, 4), range(4))
+    finish(books, admit(books, 16), [9] * 16)  # evicts it to the host
+    holding = admit(books, 4, drafter="")
+    books.cache(holding, range(4), 4)
+    assert ids(look(books, range(5))) == holding.table.pages
+    assert look(books, range(5)).draft_from == 4
+
+
 def test_what_is_computed_again_although_the_host_has_it_is_shared_from_then_on() -> None:
     books = ledger(num_pages=4, num_host_pages=2)
     finish(books, admit(books, 4), range(4))

@@ -25,6 +25,7 @@ from slipstream.models.base import CausalLM
 from slipstream.speculate.base import Drafter
 from slipstream.speculate.draft_model import DraftModel
 from slipstream.speculate.eagle import Eagle
+from slipstream.speculate.ngram import NGram
 from slipstream.speculate.off import Off
 from slipstream.speculate.registry import Target
 from slipstream.testing import drafters as d
@@ -41,7 +42,7 @@ MODES: dict[str, Callable[[int], DrafterFactory]] = {
     "rand": lambda k: d.rand_chain(k, beyond=9),
     "draft_model": lambda k: lambda target: DraftModel(target.model, target, k),
 }
-WITH_OFF = {"off": lambda k: lambda target: Off(), **MODES}
+WITH_OFF = {"off": lambda k: lambda target: Off(), "ngram": lambda k: lambda target: NGram(k), **MODES}
 # EAGLE's head is right on HashLM, and what wraps it; on a real model it is a random one, and nothing is accepted.
 EAGLE_MODES: dict[str, Callable[[int], DrafterFactory]] = {
     "eagle_chain": lambda k: eagle_mode(1, k, k),

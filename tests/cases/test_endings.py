@@ -16,7 +16,9 @@ from tests.cases.stage import WITH_OFF, Parrot, Streamed, generated, greedy, str
 PROMPT = "one two three four five six"
 SAID = " seven eight nine nine ten eleven, ten euro: 10 €€. The end"
 BEYOND = "!" * 200  # what it would go on with
-each_mode = pytest.mark.parametrize("mode, k", [("off", 0), ("self_chain", 1), ("self_chain", 7), ("self_tree", 3), ("rand", 7)])
+each_mode = pytest.mark.parametrize(
+    "mode, k", [("off", 0), ("ngram", 7), ("self_chain", 1), ("self_chain", 7), ("self_tree", 3), ("rand", 7)]
+)
 each_lag = pytest.mark.parametrize("lag", [0, 1])
 
 

@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 
+from slipstream.cache.pages import pages_for
 from slipstream.engine import runner
 from slipstream.engine.device_state import DeviceState
 from slipstream.models.base import CausalLM
@@ -14,7 +15,7 @@ from slipstream.speculate.ngram import NGram
 from slipstream.testing.hash_lm import HashLM
 from slipstream.testing.tiny import tiny_model
 from slipstream.types import FinishReason, SamplingParams
-from tests.cases.stage import WITH_EAGLE, Parrot, Watch, generated, greedy, streamed, text_ids
+from tests.cases.stage import WITH_EAGLE, Counter, Parrot, Watch, generated, greedy, streamed, text_ids
 from tests.engine.harness import EOS, Answer, DrafterFactory, Job, assert_equal, collect, drain, make_engine, reference, run
 
 LINE = "alpha beta gamma delta epsilon\n"
@@ -31,6 +32,23 @@ def ngram(k: int) -> dict[str, DrafterFactory]:
 def copier(context_len: int = 1024, base: CausalLM | None = None) -> CausalLM:
     """A model that goes on with the lines for ever."""
     return Parrot(base or HashLM(vocab_size=259, context_len=context_len), LINES[:context_len])
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@each_width
+@each_lag
+def test_s11_nothing_twice_and_nothing_lost(lag: int, k: int, page_size: int) -> None:
+    """Eight count from N to N + 150, which their prompts have done before; the pool holds three of them."""
+    model = Counter(HashLM(vocab_size=512, context_len=512))
+    jobs = [Job((*range(40 * n + 10, 40 * n + 161), 40 * n + 10), greedy(150)) for n in range(8)]
+    cell = {"lag": lag, "page_size": page_size, "num_pages": pages_for(3 * 302 + 30, page_size), "admission_headroom_tokens": 0}
+    got = run(model, jobs, eos=(), drafters=ngram(k), **cell)
+    for job, answer in zip(jobs, got, strict=True):
+        assert answer.token_ids == list(job.prompt[1:151]) and answer.terminal_events == 1
+        assert answer.finish_reason is FinishReason.LENGTH
+    model.assert_known_ids()
+    assert sum(answer.num_retractions for answer in got) > 1
+    assert sum(answer.num_accepted for answer in got) > 0.75 * 8 * 150 * k / (k + 1)
 
 
 @pytest.mark.parametrize("kept", [False, True], ids=["left out", "kept"])
@@ -121,6 +139,33 @@ def test_s22_a_cancelled_request_leaves_the_shared_prefix_as_it_was(caching: boo
         assert_equal([answers[f"r{number}"] for number in range(1, 5)], wanted[1:], (caching, lag, delay))
         cached += sum(answer.num_cached_tokens for answer in answers.values())
     assert (cached > 0) == caching
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("caching, page_size, k", [(True, 1, 1), (True, 1, 7), (True, 16, 3), (True, 16, 7), (False, 16, 7)])
+def test_s22_fifty_rounds_on_one_engine(caching: bool, page_size: int, k: int) -> None:
+    """Of three the first is cancelled at the first words of its answer; what it leaves is there in the rounds that follow."""
+    model, jobs, wanted = sharers()
+    engine = make_engine(model, lag=1, page_size=page_size, chunk=48, drafters=ngram(k), enable_prefix_caching=caching)
+    accepted = 0
+    try:
+        for turn in range(50):
+            answers: dict[str, Answer] = {}
+            for number in range(3):
+                engine.add(jobs[number].request(f"r{number}", cache_salt=str(turn // 5)))
+            while not answers.get("r0", Answer()).token_ids:
+                collect(engine, answers)
+            engine.abort("r0")
+            for number in (3, 4):
+                engine.add(jobs[number].request(f"r{number}", cache_salt=str(turn // 5)))
+            drain(engine, answers)
+            assert answers["r0"].finish_reason is FinishReason.ABORT and answers["r0"].terminal_events == 1
+            assert_equal([answers[f"r{number}"] for number in range(1, 5)], wanted[1:], (caching, page_size, k, turn))
+            accepted += sum(answer.num_accepted for answer in answers.values())
+    finally:
+        engine.close()
+    assert accepted > 50 * 4, "drafts must have been accepted"
+    assert (engine.stats().num_cached_tokens > 0) == caching
 
 
 @cache

@@ -80,7 +80,7 @@ def test_s11_nothing_twice_and_nothing_lost(mode: str, lag: int, page_size: int,
         assert_counted(job, answer, count)
         assert answer.finish_reason is FinishReason.LENGTH
     model.assert_known_ids()
-    if mode != "off":
+    if mode not in ("off", "ngram"):  # what is counted up never comes again
         assert_drafts_count(mode, outcome.answers, at_least=0.4)  # where pages are short there are fewer draft nodes
 
 
@@ -248,7 +248,7 @@ def test_k01_six_requests_of_a_quarter_of_the_pool(mode: str, family: str, lag: 
     assert sum(answer.num_retractions for answer in outcome.answers) == outcome.stats.num_retractions
     assert outcome.answers[0].num_retractions == 0, "who came first is never retracted"
     assert len({part.slot for plan in watch.plans for part in plan.parts}) == 6, "all six must have run"
-    if mode != "off" and not (mode in EAGLE_MODES and family == "llama"):
+    if mode not in ("off", "ngram") and not (mode in EAGLE_MODES and family == "llama"):
         assert_drafts_count(mode, outcome.answers, at_least=0.3)
 
 

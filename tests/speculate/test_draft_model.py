@@ -206,8 +206,9 @@ def test_s16_a_row_behind_the_draft_models_context_goes_on_without_drafts(prompt
 @pytest.mark.parametrize("draft_rows", [259 + 64, 259 + 128, 259])
 @pytest.mark.parametrize("target_rows", [259 + 64, 259])
 @pytest.mark.parametrize("heat", [0.0, 1.0])
+@pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.usefixtures("unguarded")
-def test_l09_padded_heads_run_and_padding_is_never_proposed(draft_rows: int, target_rows: int, heat: float) -> None:
+def test_l09_padded_heads_run_and_padding_is_never_proposed(lag: int, draft_rows: int, target_rows: int, heat: float) -> None:
     """Both ways: the draft head is larger, smaller, or as large. Its padding is its favourite; the target forbids its own."""
     target: CausalLM = LLAMA if target_rows == 259 else Resized(LLAMA, target_rows)
     draft: CausalLM = LLAMA if draft_rows == 259 else Resized(LLAMA, draft_rows)
@@ -228,8 +229,8 @@ def test_l09_padded_heads_run_and_padding_is_never_proposed(draft_rows: int, tar
         return DraftModel(draft, replace(of, tokenizer=ByteTokenizer()), 4)
 
     with mock.patch.object(DraftModel, "propose", spy):
-        got = run(target, jobs, eos=(), drafters={"draft": factory})
-    assert_equal(got, reference(target, jobs, eos=()), (draft_rows, target_rows))
+        got = run(target, jobs, lag=lag, eos=(), drafters={"draft": factory})
+    assert_equal(got, reference(target, jobs, eos=()), (lag, draft_rows, target_rows))
     assert int(torch.cat(proposed).max()) < 259
     assert all(token < 259 for answer in got for token in answer.token_ids)
     assert sum(answer.num_accepted for answer in got) > 0.6 * 90

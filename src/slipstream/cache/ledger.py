@@ -291,6 +291,7 @@ class Ledger:
                 break  # its draft KV is another drafter's: both copies stay
             elif node.page == NOWHERE:  # computed again, though the host has it
                 self._tree.place(node, own)
+                node.drafter = drafter  # which may be nobody's now, whatever the host has
             else:
                 self._hold(node.page)
                 holding.table.pages[place] = node.page

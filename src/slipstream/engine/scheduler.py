@@ -80,6 +80,8 @@ class Scheduler:
         self._chooser = chooser
         self._shapes = shapes
         self._observers = Observers(ledger, shapes)
+        # Of all of them: how much of an answer is found again must not depend on who watched its last step.
+        self._kv_behind = max(shape.kv_behind for shape in shapes.values())
         self._max_nodes = max(shape.num_nodes for shape in shapes.values())
         self._budget = max_num_batched_tokens
         self._retires: list[Retire] = []
@@ -326,7 +328,7 @@ class Scheduler:
         self._retires.append(Retire(holding.slot, holding.epoch))
         settled = request.prefilled if request.is_prefilling else len(request.tokens) - 1
         if settled > request.prefill_len:  # of what steps have decoded, what its drafter's own KV has for sure
-            settled = max(request.prefill_len, settled - self._shapes[request.drafting.observer].kv_behind)
+            settled = max(request.prefill_len, settled - self._kv_behind)
         self.ledger.cache(holding, request.tokens, settled)
         self.ledger.release(holding)
 

@@ -8,8 +8,8 @@
                                                          is missing. It is x of the next step.
 
 So a step costs `width` passes, and the one position that the loop does not reach is caught up by the first of them. `observe`
-runs the draft model over prompt chunks, and over what it missed while it slept. (Leviathan et al. 2023, Chen et al. 2023; how a token is
-drawn from the draft model's logits is the accept rule's, see accept.py.)
+runs the draft model over prompt chunks, and over what it missed while it slept. (Leviathan et al. 2023, Chen et al. 2023; how
+a token is drawn from the draft model's logits is the accept rule's, see accept.py.)
 """
 
 from __future__ import annotations
