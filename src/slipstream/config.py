@@ -118,7 +118,9 @@ class EngineConfig(BaseModel):
         ge=0,
     )
 
-    speculate: Words = _setting("Decoding", (), "Drafters, as `name` or `name:key=value,key=value`, chosen by what they bring.")
+    speculate: Words = _setting(
+        "Decoding", (), "A drafter, as `name` or `name:key=value,key=value`; may be given several times, see drafting.md."
+    )
     adaptive_speculation: bool = _setting(
         "Decoding", True, "Draft as many tokens as pay, by what steps take and drafts bring; off drafts as many as may be."
     )

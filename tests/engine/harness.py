@@ -17,6 +17,7 @@ from slipstream.speculate.choice import Chooser, Shape
 from slipstream.speculate.registry import Target
 from slipstream.testing.byte_tokenizer import ByteTokenizer
 from slipstream.text.detokenize import StopScanner
+from slipstream.text.tokenizer import Tokenizer
 from slipstream.types import EngineRequest, FinishReason, SamplingParams, TokenLogprobs
 
 DrafterFactory = Callable[[Target], Drafter]
@@ -72,10 +73,11 @@ def make_engine(
     order: ReuseOrder = "newest",
     eos: tuple[int, ...] = (EOS,),
     context_len: int | None = None,
+    knows: Tokenizer | None = None,
     chooser: Callable[[Mapping[str, Shape], EngineConfig], Chooser] = default_chooser,
     **settings: Any,
 ) -> Engine:
-    """A debug engine around a model that is already there."""
+    """A debug engine around a model that is already there. `knows`: a tokenizer with fewer ids than the model's head."""
     config = EngineConfig(
         model="in-memory",
         lag=lag,
@@ -96,6 +98,7 @@ def make_engine(
         drafters=drafters,
         executor=executor,
         order=order,
+        tokenizer=knows,
         chooser=chooser,
     )
 

@@ -22,7 +22,11 @@ several places is taken from the first of:
 4. defaults.
 
 `LLM(...)` and `EngineConfig(...)` look at their arguments alone. A setting that does not exist, or a value that cannot hold, ends
-the start with a message that names the flag, variable or file; nothing is ignored or rounded.
+the start with a message that names the flag or file; nothing is rounded. A variable that is no setting is told as a warning: it
+may be somebody else's.
+
+What is `on|off` here is a flag and its opposite on the command line, `--debug` and `--no-debug`. What may be repeated is a flag
+given several times, words separated by spaces in a variable, and a list in a config file.
 
 ```toml
 # slipstream.toml

@@ -145,7 +145,7 @@ def setting_values(annotation: Any) -> str:
     if get_origin(kind) is Literal:
         return "|".join(map(str, get_args(kind)))
     if get_origin(kind) is tuple:
-        return "TEXT ..."
+        return "SPEC, repeated"
     return {int: "N", float: "X", bool: "on|off"}.get(kind, "TEXT")
 
 

@@ -159,6 +159,7 @@ def assemble_engine(
         paged=[(kv, on_host(model.kv_layers)), *((d.kv, on_host(d.kv_layers)) for d in built.values() if d.kv is not None)],
         num_slots=config.max_num_seqs,
         context_len=context_len,
+        num_known_ids=target.num_known_ids,
         eos_token_ids=eos_token_ids,
         device=device,
         logprobs_mode=config.logprobs_mode,

@@ -172,6 +172,8 @@ def plan_memory(
     kv = (num_pages + NUM_RESERVED_PAGES) * page
     draft_bytes = sum(one.bytes_per_token for drafter in drafters for one in drafter.kv_layers)
     draft_page = config.page_size * draft_bytes
+    draft_parameters = sum(drafter.num_parameters for drafter in drafters)
+    draft_weights = sum(d.num_parameters * d.kv_layers[0].dtype.itemsize for d in drafters if d.kv_layers)
     draft_kv = (num_pages + NUM_RESERVED_PAGES) * draft_page
     draft_pool = f"the same pages: {num_pages * config.page_size} tokens of {amount(draft_bytes)}"
     host_kv = num_host_pages * (page + draft_page)
@@ -186,6 +188,7 @@ def plan_memory(
     parameters = f"{num_parameters / 1e6:.1f}M parameters, {str(model.dtype).removeprefix('torch.')}"
     items = [
         MemoryItem("weights", num_parameters * size, parameters, ("--dtype",)),
+        MemoryItem("draft weights", draft_weights, f"{draft_parameters / 1e6:.1f}M parameters", (drafts,)),
         at_start("KV pages", kv, pool, "--num-pages", "--kv-cache-memory-bytes"),
         MemoryItem("host KV pages", host_kv, f"{num_host_pages} pages", ("--kv-offload-memory-bytes",)),
         at_start("draft KV pages", draft_kv, draft_pool, "--num-pages", "--kv-cache-memory-bytes", drafts),

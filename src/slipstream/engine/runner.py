@@ -47,6 +47,7 @@ class Runner:
         paged: every cache over the same pages, the target's and drafters', with where its evicted pages are kept; None: nowhere.
         num_slots: most requests that run at once (the padding row comes on top).
         context_len: most tokens a request may have.
+        num_known_ids: ids from here on stand for nothing, they fill the model's head up; they are never said.
         eos_token_ids: masked while a row has fewer than min_tokens tokens.
         logprobs_mode: of the model's logits as they are, or after all transforms.
         accept: which drafted tokens are accepted.
@@ -63,6 +64,7 @@ class Runner:
         paged: Sequence[tuple[KVCache, KVCache | None]],
         num_slots: int,
         context_len: int,
+        num_known_ids: int,
         eos_token_ids: tuple[int, ...],
         device: torch.device,
         logprobs_mode: LogprobsMode = "raw",
@@ -72,6 +74,7 @@ class Runner:
         self.model = model
         self.kv = kv
         self._attention = attention
+        self._num_known_ids = num_known_ids
         self._device = device
         self._debug = debug
         self._accept = accept
@@ -101,6 +104,8 @@ class Runner:
             masks = self._masks.start(plan, sampled)
             hidden, taps = self._forward(plan, index, rows, bases, limits, sampled)
             logits = self.model.logits(hidden.index_select(0, index.sampled))
+            if self._num_known_ids < logits.shape[1]:
+                logits[:, self._num_known_ids :] = -torch.inf
             params = self.sampling.rows([part.slot for part in plan.sampled])
             allowed = masks.wait()
             verdict = verify(logits, sampled, params, allowed, self._accept)

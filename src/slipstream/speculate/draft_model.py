@@ -47,6 +47,7 @@ class DraftModel:
         model: the draft model, on the target's device.
         target: ids from `target.num_known_ids` on are never proposed, however many rows either head has.
         width: most tokens it proposes.
+        num_parameters: of the draft model.
     """
 
     relay = RelaySpec()
@@ -55,7 +56,8 @@ class DraftModel:
     kv_behind = 1
     catches_up = True
 
-    def __init__(self, model: CausalLM, target: Target, width: int) -> None:
+    def __init__(self, model: CausalLM, target: Target, width: int, num_parameters: int = 0) -> None:
+        self.num_parameters = num_parameters
         self.depth = self.num_nodes = width
         self.max_writes = 1 + width
         self.kv_layers: tuple[LayerKV, ...] = model.kv_layers
@@ -180,7 +182,7 @@ def build(options: Mapping[str, str], target: Target) -> DraftModel:
     loaded = load(options["model"], dtype=dtype, device=target.device)
     if target.tokenizer is not None:
         check_same_vocabulary(loaded.tokenizer, target.tokenizer, loaded.name)
-    drafter = DraftModel(loaded.model, target, width)
+    drafter = DraftModel(loaded.model, target, width, loaded.num_parameters)
     size = f"{loaded.num_parameters / 1e6:.0f}M"
     log.event(logger, logging.INFO, f"drafting with {loaded.name}", parameters=size, width=width, context=loaded.context_len)
     return drafter

@@ -74,6 +74,7 @@ class Eagle:
             }
         )
         self.taps = head.taps
+        self.num_parameters = head.num_parameters
         self.kv_layers: tuple[LayerKV, ...] = (head.kv_layer,)
         self.kv: KVCache | None = None
         self._head = head

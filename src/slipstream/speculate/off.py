@@ -26,6 +26,7 @@ class Off:
     kv: KVCache | None = None
     kv_behind = 0
     catches_up = False
+    num_parameters = 0
 
     def propose(self, ctx: StepContext, payload: RelayPayload, width: int) -> Draft:
         """An empty draft."""

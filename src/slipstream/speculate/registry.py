@@ -51,7 +51,7 @@ class Target:
 def drafter_names() -> tuple[str, ...]:
     """Values --speculate takes before the colon."""
     modules = pkgutil.iter_modules(slipstream.speculate.__path__)
-    return tuple(sorted(m.name for m in modules if m.name not in _NOT_DRAFTERS))
+    return tuple(sorted(m.name for m in modules if not m.ispkg and m.name not in _NOT_DRAFTERS))
 
 
 def parse_spec(spec: str) -> tuple[str, dict[str, str]]:

@@ -47,6 +47,7 @@ class HashHead:
     taps: tuple[int, ...] = (0,)
     kv_layer = LayerKV(1, 1, 1, torch.int64)
     target_ids: Tensor | None = None
+    num_parameters = 0
 
     def __init__(self, model: HashLM) -> None:
         self._model = model

@@ -11,7 +11,7 @@ class Tokenizer(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids the tokenizer knows, added tokens included."""
+        """The ids the tokenizer knows, added tokens included, lie below this."""
         ...
 
     @property

@@ -26,7 +26,7 @@ class FastTokenizer:
         self.inner = inner
         self.bos_token_id = bos_token_id
         self.eos_token_id = eos_token_id
-        self.vocab_size: int = inner.get_vocab_size(with_added_tokens=True)
+        self.vocab_size: int = 1 + max(inner.get_vocab(with_added_tokens=True).values(), default=-1)
         added = inner.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._first = [bos_token_id] if add_bos and bos_token_id is not None else []

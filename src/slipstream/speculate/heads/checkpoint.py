@@ -64,6 +64,7 @@ def load_head(source: str, target: Decoder, aux_layers: str | None = None) -> Dr
     head = _Builder(config, parameters, target)
     built: DraftHead = head.eagle3(_taps(raw, target, aux_layers, name)) if is_eagle3 else head.eagle1(aux_layers)
     parameters.finish()
+    built.num_parameters = parameters.num_parameters
     return built
 
 

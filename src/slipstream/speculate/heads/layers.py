@@ -36,6 +36,7 @@ class DraftHead(Protocol):
     dtype: torch.dtype
     taps: tuple[int, ...]  # target layers whose states it looks at
     kv_layer: LayerKV
+    num_parameters: int  # what it shares with the target is not counted
     target_ids: Tensor | None  # [draft vocabulary] int64: the target's id of each of its own; None: they are the same
 
     def states(self, taps: Tensor) -> Tensor:
@@ -89,6 +90,7 @@ class Eagle1Head:
     """
 
     target_ids: Tensor | None = None
+    num_parameters = 0
 
     def __init__(
         self,
@@ -136,6 +138,8 @@ class Eagle3Head:
         target_ids: see `DraftHead`.
         taps: target layers.
     """
+
+    num_parameters = 0
 
     def __init__(
         self,
