@@ -10,6 +10,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from slipstream.engine.runner import Runner
 from slipstream.errors import InvariantBroken
@@ -17,10 +18,12 @@ from slipstream.relay import RelayPayload
 from slipstream.speculate.accept import one_hot
 from slipstream.speculate.base import Draft, Drafter, StepContext
 from slipstream.speculate.draft_model import DraftModel
+from slipstream.speculate.eagle import Eagle
 from slipstream.speculate.ngram import NGram
 from slipstream.speculate.registry import Target
 from slipstream.speculate.sampled_rows import SampledRows
 from slipstream.testing import drafters as d
+from slipstream.testing.hash_head import HashHead
 from slipstream.testing.hash_lm import HashLM
 from slipstream.testing.relaying import relaying
 from slipstream.testing.tiny import tiny_model
@@ -41,12 +44,12 @@ CERTAIN: dict[str, DrafterFactory] = {
     "partial": d.partial(7, siblings=2),
     "relaying": relaying(d.partial(3), 3, probs_steps=2),
     "ngram": lambda target: NGram(3),
-    "eagle_chain": eagle(1, 3, kind=1),
     "eagle_tree": eagle(4, 4, 8),
 }
 DRAWN: dict[str, DrafterFactory] = {
     "itself": lambda target: DraftModel(target.model, target, 3),
     "other": lambda target: DraftModel(OTHER, target, 3),
+    "eagle": eagle(1, 3),
 }
 
 
@@ -96,14 +99,15 @@ def test_drafters_that_draw_nothing_give_the_tokens_of_plain_decoding_at_any_tem
     assert all(answer.error is None for answer in got)
 
 
-@pytest.mark.parametrize("family", ["hash", "llama"])
+@pytest.mark.parametrize("family, name", [("hash", "itself"), ("llama", "itself"), ("hash", "eagle")])
 @pytest.mark.parametrize("lag, page_size", [(0, 16), (1, 1)])
-def test_the_target_itself_is_accepted_whole(family: str, lag: int, page_size: int) -> None:
+def test_the_target_itself_is_accepted_whole(family: str, name: str, lag: int, page_size: int) -> None:
     """Prompts join while others are verified: a q that is lost or goes to another row is refused here."""
     model = MODEL if family == "hash" else tiny_model(family)
+    drafters = {name: DRAWN[name]}
     jobs = [Job(prompt(n, 3 + 11 * n), replace(HOT, top_p=1.0 - n / 20, temperature=1.5), seed=n) for n in range(9)]
     cell = {"lag": lag, "page_size": page_size, "chunk": 24, "batch": 4, "accept": "rejection"}
-    got = run(model, jobs, drafters={"itself": DRAWN["itself"]}, **cell)
+    got = run(model, jobs, drafters=drafters, **cell)
     # The device cuts at the limit what the scheduler, one step behind, had planned beyond it.
     assert all(answer.num_accepted >= answer.num_drafted - 3 for answer in got), [(a.num_drafted, a.num_accepted) for a in got]
     assert sum(answer.num_accepted for answer in got) > 0.6 * sum(len(answer.token_ids) for answer in got)
@@ -115,7 +119,7 @@ def test_the_target_itself_is_accepted_whole(family: str, lag: int, page_size: i
             return replace(rows, draft=replace(rows.draft, probs=None))
 
         with mock.patch.object(Runner, "_sampled_rows", without_q):
-            lost = run(model, jobs, drafters={"itself": DRAWN["itself"]}, **cell)
+            lost = run(model, jobs, drafters=drafters, **cell)
         assert sum(a.num_accepted for a in lost) < 0.5 * sum(a.num_drafted for a in lost), "a lost q must be seen"
 
 
@@ -148,13 +152,26 @@ def chances(num_tokens: int, temperature: float) -> dict[tuple[int, ...], float]
     return found
 
 
+class FewerIds(HashHead):
+    """A wrong head that knows three of the target's five tokens."""
+
+    target_ids = torch.tensor([3, 0, 2])
+
+    def logits(self, states: Tensor) -> Tensor:
+        """See `DraftHead.logits`."""
+        return super().logits(states).index_select(1, self.target_ids)
+
+
 @pytest.mark.parametrize("lag", [0, 1])
-def test_answers_have_the_distribution_of_plain_decoding(lag: int) -> None:
+@pytest.mark.parametrize("name", ["draft_model", "eagle", "eagle, fewer ids"])
+def test_answers_have_the_distribution_of_plain_decoding(name: str, lag: int) -> None:
     """Joint, of the three tokens behind a prompt: one of the prefill, two of steps that verify."""
     temperature, num_tokens = 6.0, 3
 
     def drafter(target: Target) -> Drafter:
-        return DraftModel(SMALL_OTHER, target, 2)
+        if name == "draft_model":
+            return DraftModel(SMALL_OTHER, target, 2)
+        return Eagle(FewerIds(SMALL_OTHER) if "fewer" in name else HashHead(SMALL_OTHER), target, 1, 2, 2)
 
     asked = SamplingParams(temperature=temperature, max_tokens=num_tokens, ignore_eos=True)
     jobs = [Job(START, asked, seed=seed) for seed in range(3000)]
@@ -167,7 +184,7 @@ def test_answers_have_the_distribution_of_plain_decoding(lag: int) -> None:
     assert_fits(np.array([counted[answer] for answer in wanted]), np.array(list(wanted.values())))
     plain = reference(SMALL, jobs[:50])
     assert any(one.token_ids != other.token_ids for one, other in zip(got, plain, strict=False)), "noise of its own"
-    assert 0.2 < sum(a.num_accepted for a in got) / sum(a.num_drafted for a in got) < 0.95
+    assert 0.1 < sum(a.num_accepted for a in got) / sum(a.num_drafted for a in got) < 0.95
 
 
 def test_q_is_made_only_where_something_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:

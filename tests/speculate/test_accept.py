@@ -96,6 +96,16 @@ def test_a_reduced_draft_vocabulary(asked: str) -> None:
     assert accepted_first(world, drawn_chain(2)) == pytest.approx(chance_of_the_first(world), abs=0.02)
 
 
+def test_rows_that_have_fewer_nodes_than_the_step_is_wide() -> None:
+    """What stands in the places behind them means nothing, however likely the target finds it."""
+    drawn = drawn_chain(3)
+
+    def propose(game: Game) -> Draft:
+        return replace(drawn(game), num_nodes=game.slots % 3)
+
+    fits(random_world(5, seed=9), propose, 4)
+
+
 def test_a_grammar_that_the_drafter_does_not_see() -> None:
     world = random_world(4, seed=8, allowed={0: {0, 2}, 1: {1, 2, 3}, 2: {3}})
     fits(world, drawn_chain(3), 4)

@@ -60,6 +60,8 @@ class Accepted:
 class AcceptRule(Protocol):
     """Two halves that belong together."""
 
+    draws: bool  # proposals may come with a q that they were drawn from
+
     def propose(self, logits: Tensor, rows: RowSampling, nodes: Nodes) -> Proposal:
         """Draw a token at each node from a drafter's logits [N, vocab] over the target's ids, -inf for those it does not have."""
         ...
@@ -74,6 +76,8 @@ class AcceptRule(Protocol):
 class Coupled:
     """A drafted token is accepted if the target says the same."""
 
+    draws = False
+
     def propose(self, logits: Tensor, rows: RowSampling, nodes: Nodes) -> Proposal:
         """What the target would say if these were its logits."""
         return Proposal(sample(logits, rows, nodes))
@@ -87,6 +91,8 @@ class Coupled:
 
 class Rejection:
     """Speculative sampling. Rows that are drawn at random are chains; see `Draft.probs`."""
+
+    draws = True
 
     def propose(self, logits: Tensor, rows: RowSampling, nodes: Nodes) -> Proposal:
         """A token drawn from what the row's parameters make of the logits, and that distribution."""
@@ -113,7 +119,8 @@ class Rejection:
         x = draft.tokens.clamp(0, vocab_size - 1)
         q_of_x = draft.probs.gather(2, x[:, :, None])[:, :, 0]
         p_of_x = p[behind, x]
-        at_random = _at_random(sampling, p.device)[:, None] & (q_of_x > 0) & (q_of_x < 1) & (x == draft.tokens)
+        counts = counted_nodes(draft)
+        at_random = counts & _at_random(sampling, p.device)[:, None] & (q_of_x > 0) & (q_of_x < 1) & (x == draft.tokens)
 
         seeds, positions = sampling.numbers.integer("seed")[:, None].expand_as(behind), nodes.position[behind]
         u = uniform(*noise_keys(seeds.flatten(), positions.flatten(), Noise.ACCEPT)).view_as(behind)
@@ -121,7 +128,6 @@ class Rejection:
         said = torch.cat([torch.where(at_random & fits, draft.tokens, target[:, :width]), target[:, width:]], 1)
 
         # Where a chain ends because a token drawn at random was refused, something is drawn from what p has more than q.
-        counts = counted_nodes(draft)
         num_accepted = (fits & counts).cumprod(1).sum(1, keepdim=True)
         end = num_accepted.clamp(max=width - 1)
         refused = (num_accepted < draft.num_nodes[:, None]) & at_random.gather(1, end)

@@ -15,6 +15,9 @@ formats are read by heads/checkpoint.py.
 
 Candidates are ordered by log-softmax of what the target's own sampler makes of the head's logits, noise included. So at any
 temperature the first one is what the target will say if the head's logits are right, and scores can be added along a path.
+
+Under an accept rule that draws (`--accept rejection`) the one candidate of a chain is drawn by it, and its q goes along: for the
+first level relayed as draft_probs, over the head's own vocabulary. Trees stay certain.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -35,6 +39,7 @@ from slipstream.observe import log
 from slipstream.relay import DraftInput, FieldSpec, RelayPayload, RelaySpec
 from slipstream.sampling.nodes import Nodes
 from slipstream.sampling.sampler import perturbed
+from slipstream.speculate.accept import one_hot
 from slipstream.speculate.base import Draft, StepContext, Verdict
 from slipstream.speculate.heads.checkpoint import AUX_MEANINGS, load_head
 from slipstream.speculate.heads.layers import DraftHead
@@ -66,19 +71,23 @@ class Eagle:
         self.depth = min(steps, draft_tokens)
         self.num_nodes = draft_tokens
         self.max_writes = max(1 + draft_tokens, topk * (self.depth - 1))
-        self.relay = RelaySpec(
-            {
-                "topk_p": FieldSpec((topk,), torch.float32),
-                "topk_index": FieldSpec((topk,), torch.int64),
-                "hidden_states": FieldSpec((head.hidden_size,), head.dtype),
-            }
-        )
+        fields = {
+            "topk_p": FieldSpec((topk,), torch.float32),
+            "topk_index": FieldSpec((topk,), torch.int64),
+            "hidden_states": FieldSpec((head.hidden_size,), head.dtype),
+        }
+        self._draws = topk == 1 and target.accept.draws
+        if self._draws:
+            num_ids = target.model.vocab_size if head.target_ids is None else len(head.target_ids)
+            fields["draft_probs"] = FieldSpec((num_ids,), torch.float32)
+        self.relay = RelaySpec(fields)
         self.taps = head.taps
         self.num_parameters = head.num_parameters
         self.kv_layers: tuple[LayerKV, ...] = (head.kv_layer,)
         self.kv: KVCache | None = None
         self._head = head
         self._attention = target.attention
+        self._accept = target.accept
         self._page_size = target.page_size
         self._topk = topk
         self._vocab_size = target.model.vocab_size
@@ -92,6 +101,8 @@ class Eagle:
         if payload.topk_p is None or payload.topk_index is None or payload.hidden_states is None:
             raise InvariantBroken("propose must get what observe relayed, but a field is missing")
         tree = DraftTree(payload.topk_index, payload.topk_p, payload.hidden_states)
+        is_drawn = any(needs.noise for needs in ctx.sampling.needs)
+        probs = [self._for_target(payload.draft_probs, 0.0)] if payload.draft_probs is not None and is_drawn else []
         for level in range(1, min(self.depth, width)):
             layout = self._draft_layout(ctx, tree, level)
             states = self._head.forward(tree.beam_tokens.flatten(), tree.beam_states.flatten(0, 1), self._begin(layout))
@@ -108,9 +119,11 @@ class Eagle:
                 max_history_len=max(ctx.max_lens) + 1,
                 row_ids=rows,
             )
-            scores, tokens = self._candidates(states, ctx, nodes)
+            scores, tokens, q = self._candidates(states, ctx, nodes)
             tree.grow(tokens.view(-1, k, k), scores.view(-1, k, k), states.view(len(root), k, -1))
-        return tree.draft(width)
+            probs += [] if q is None else [q]
+        draft = tree.draft(width)
+        return replace(draft, probs=torch.stack(probs, 1)) if probs else draft
 
     def observe(self, ctx: StepContext, verdict: Verdict, taps: Tensor | None) -> DraftInput | None:
         """Run the head over what the target computed and keeps; relay the first level of each row that sampled."""
@@ -134,24 +147,37 @@ class Eagle:
             max_history_len=max(ctx.max_lens) + verdict.tokens.shape[1] + 1,
             row_ids=tuple(range(len(row))),
         )
-        scores, tokens = self._candidates(states, ctx, nodes)
-        return DraftInput(topk_p=scores, topk_index=tokens, hidden_states=states)
+        scores, tokens, q = self._candidates(states, ctx, nodes)
+        if self._draws:
+            q = one_hot(tokens[:, 0], self._vocab_size) if q is None else q
+            q = q if self._head.target_ids is None else q.index_select(1, self._head.target_ids)
+        return DraftInput(topk_p=scores, topk_index=tokens, hidden_states=states, draft_probs=q)
 
     def _begin(self, layout: BatchLayout) -> AttentionStep:
         if self.kv is None:
             raise InvariantBroken("a drafter with KV of its own must be given it before the first step")
         return self._attention.begin(layout, self.kv)
 
-    def _candidates(self, states: Tensor, ctx: StepContext, nodes: Nodes) -> tuple[Tensor, Tensor]:
-        """Of N nodes the log probabilities [N, k] float32 and the target's ids [N, k] of the k best tokens, best first."""
-        logits, ids = self._head.logits(states), self._head.target_ids
-        if ids is not None:  # before the noise, which belongs to the target's ids
-            logits = logits.new_full((len(logits), self._vocab_size), -torch.inf).index_copy_(1, ids, logits)
+    def _candidates(self, states: Tensor, ctx: StepContext, nodes: Nodes) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Of N nodes the log probabilities [N, k] float32 and the target's ids [N, k] of the k best tokens, best first.
+
+        For a chain under a rule that draws: of the one that it draws, and its q [N, vocab] float32; None where all were certain.
+        """
+        logits = self._for_target(self._head.logits(states), -torch.inf)  # before the noise, which belongs to the target's ids
         if self._num_known_ids < self._vocab_size:  # rows that only fill the target's head up
             logits[:, self._num_known_ids :] = -torch.inf
+        if self._draws:
+            drawn = self._accept.propose(logits, ctx.sampling, nodes)
+            tokens, q = drawn.tokens[:, None], drawn.probs
+            return torch.zeros_like(tokens, dtype=torch.float32) if q is None else q.gather(1, tokens).log(), tokens, q
         scores = perturbed(logits, ctx.sampling, nodes, None)
         best = scores.topk(self._topk, 1)
-        return (best.values - scores.logsumexp(1, keepdim=True)).to(torch.float32), best.indices
+        return (best.values - scores.logsumexp(1, keepdim=True)).to(torch.float32), best.indices, None
+
+    def _for_target(self, values: Tensor, absent: float) -> Tensor:
+        """[N, draft vocabulary] -> [N, vocab], with `absent` for ids that the head does not have."""
+        ids = self._head.target_ids
+        return values if ids is None else values.new_full((len(values), self._vocab_size), absent).index_copy_(1, ids, values)
 
     def _draft_layout(self, ctx: StepContext, tree: DraftTree, level: int) -> BatchLayout:
         """The tree's nodes lie behind the root's position level by level; a chain's tokens lie at their own positions."""
