@@ -176,6 +176,11 @@ def flag_name(field: str) -> str:
     return f"--{field.replace('_', '-')}"
 
 
+def said_by_flag(field: str, value: object) -> str:
+    """The flag that gives a field this value: `--no-debug` for False."""
+    return flag_name(f"no_{field}" if value is False else field)
+
+
 def env_name(field: str) -> str:
     """`max_model_len` -> `SLIPSTREAM_MAX_MODEL_LEN`."""
     return f"SLIPSTREAM_{field.upper()}"

@@ -16,7 +16,7 @@ from typing import Any
 
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
 
-from slipstream.config import EngineConfig, env_name, flag_name
+from slipstream.config import EngineConfig, env_name, said_by_flag
 from slipstream.errors import ConfigError
 
 CONFIG_VARIABLE = "SLIPSTREAM_CONFIG"
@@ -46,7 +46,7 @@ def load_with_origins(flags: Mapping[str, Any], config_file: str | None = None) 
     config_file = config_file or os.environ.get(CONFIG_VARIABLE) or None
     in_file = _read_file(config_file) if config_file else {}
     in_env = EnvSettingsSource(_Sources)()
-    said = {key: env_name(key) for key in in_env} | {key: flag_name(key) for key in flags}
+    said = {key: env_name(key) for key in in_env} | {key: said_by_flag(key, value) for key, value in flags.items()}
     labels = {key: f"{key} in {config_file}" for key in in_file} | said
     config = EngineConfig.model_validate({**in_file, **in_env, **flags}, context={"labels": labels})
     return config, {key: str(config_file) for key in in_file} | said

@@ -133,7 +133,7 @@ def test_bad_lines_become_error_lines_and_lose_nothing_else(files: tuple[Path, P
         assert error["error"]["message"].startswith(message.replace("line 2", f"line {number}"))
         assert error["custom_id"] == (f"b{number}" if '"b"' in line and "NaN" not in line else None)
     before = files[1].read_bytes()
-    assert run(files) == 0  # nothing is left to do
+    assert run(files) == 1  # nothing is left to do, and some of it is no answer
     assert files[1].read_bytes() == before
 
 
@@ -155,7 +155,7 @@ def test_a_last_line_that_only_lacks_its_end_is_kept(files: tuple[Path, Path]) -
     write(files[0], chat("a", "say(1)"), chat("b", "say(2)"))
     kept = json.dumps({"id": "x", "custom_id": "a", "response": None, "error": {"line": 1}})
     files[1].write_text(kept)
-    assert run(files) == 0
+    assert run(files) == 1  # what is kept is an error
     first, second = files[1].read_text().splitlines()
     assert first == kept
     assert json.loads(second)["custom_id"] == "b"

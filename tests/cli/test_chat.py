@@ -225,7 +225,7 @@ def test_a_stream_that_breaks(
     ("argv", "error", "hint"),
     [
         (["--url", "http://127.0.0.1:9"], "a server must answer at http://127.0.0.1:9", "--url names the server"),
-        (["--url", "127.0.0.1:9"], "--url must be an http address", None),
+        (["--url", "127.0.0.1:9"], "--url must be an http address", "--url http://127.0.0.1:9"),
         (["--url", "http://x", "--lag", "0"], "--lag must not be given with --url", "settings of its own"),
         (["--url", "http://x", "--config", "f"], "--config must not be given with --url", "settings of its own"),
         (["--api-key", "k"], "--api-key must be given with --url", "asks for no key"),

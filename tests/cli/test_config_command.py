@@ -36,11 +36,12 @@ def test_show_says_where_each_value_comes_from(
     assert settings["lag"] == {"value": 0, "from": str(file)}
     assert settings["max_num_seqs"] == {"value": 32, "from": "default"}
     monkeypatch.setenv("SLIPSTREAM_CONFIG", str(file))
-    assert main(["config", "show"]) == 0
+    assert main(["config", "show", "--no-debug"]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert rows[0] == ["SETTING", "VALUE", "FROM"]
     assert ["model", '"in-file"', str(file)] in rows
     assert ["api_key", "default"] in rows
+    assert ["debug", "false", "--no-debug"] in rows
 
 
 def test_secrets_are_masked(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

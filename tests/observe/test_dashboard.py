@@ -28,12 +28,18 @@ def families() -> list[Metric]:
     metrics.failed("abort")
     metrics.finished(AnswerTimes(0.0), "stop", 1.0)
     stats = EngineStats(num_pages=1)
+    stats.drafter("off").propose_s += 1.0
     stats.drafter("ngram").add(3, 2)
     return list(text_string_to_metric_families(metrics.render(stats).decode()))
 
 
 def labels_of_samples() -> dict[str, set[str]]:
     return {sample.name: set(sample.labels) for family in families() for sample in family.samples}
+
+
+def test_plain_decoding_is_no_drafter() -> None:
+    drafters = {sample.labels.get("drafter") for family in families() for sample in family.samples}
+    assert drafters == {None, "ngram"}
 
 
 def expressions() -> Iterator[tuple[str, str]]:

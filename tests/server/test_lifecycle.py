@@ -82,6 +82,7 @@ def test_sigterm_drains() -> None:
             assert refused.status_code == 503 and "draining" in refused.json()["error"]["message"]
             stream.read()
             assert texts(complete_events(stream)) == {0: "to the end"}
+        server.wait_for_line("stopped")
         assert server.wait() == 0 and gone(engine)
 
 

@@ -30,7 +30,7 @@ LINE_ROOM = 4096  # what a line may be longer than its body
 
 
 def run_batch(config: EngineConfig, source: Path, out: Path, backend: Backend | None = None) -> int:
-    """Answer every request of `source` that `out` has no answer for; returns the exit code: 1 where some got an error line.
+    """Answer every request of `source` that `out` has no answer for; returns the exit code: 1 where a line of `out` is an error.
 
     Ctrl-C, as `KeyboardInterrupt`, keeps what has been answered. Raises `ConfigError` for files that cannot be used and
     `EngineDead` where the engine ends; running it again goes on.
@@ -40,9 +40,10 @@ def run_batch(config: EngineConfig, source: Path, out: Path, backend: Backend | 
     todo = Todo(source, out, max_bytes)
     with todo.file:
         if todo.num_done:
-            print(f"batch: {todo.num_done} of {todo.num_lines} are in {out} already", file=sys.stderr)
+            failed = f", {todo.num_failed} of them failed" if todo.num_failed else ""
+            print(f"batch: {todo.num_done} of {todo.num_lines} are in {out} already{failed}", file=sys.stderr)
         if todo.num_done == todo.num_lines:
-            return 0
+            return int(todo.num_failed > 0)
         meter = Meter(todo.num_lines, todo.num_done)
         lines = (line for line in read_lines(source, max_bytes) if line in todo)
         try:
@@ -51,7 +52,7 @@ def run_batch(config: EngineConfig, source: Path, out: Path, backend: Backend | 
             meter.say(last=True)
             if meter.num_done < todo.num_lines:
                 print("hint: the same command goes on from there", file=sys.stderr)
-    return int(meter.num_failed > 0)
+    return int(meter.num_failed + todo.num_failed > 0)
 
 
 class Meter:

@@ -33,10 +33,19 @@ class _Fields(msgspec.Struct):
     body: msgspec.Raw = msgspec.Raw()
 
 
+class _Status(msgspec.Struct):
+    status_code: int = 0
+
+
 class _Done(msgspec.Struct):
     custom_id: str | None
-    response: msgspec.Raw
+    response: _Status | None
     error: Any
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it is no answer."""
+        return self.response is None or self.response.status_code != 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +102,7 @@ class Todo:
         if (self._keys[1:] == self._keys[:-1]).any():
             _refuse_twice(source, max_bytes, self._keys)
         self.num_lines = len(self._keys)
+        self.num_failed = 0  # of those that are done
         self.file = _open(out)
         try:
             self._is_done = self._mark_done(out)
@@ -122,6 +132,7 @@ class Todo:
             if at == len(self._keys) or self._keys[at] != key:
                 what = f"custom_id {shown(done.custom_id)}" if done.custom_id is not None else f"line {done.error['line']}"
                 raise ConfigError(f"--out must hold answers of this input, but got {what} in {out}", hint="name a new file")
+            self.num_failed += done.has_failed and not is_done[at]
             is_done[at] = True
             whole_bytes += len(data)
             if not data.endswith(b"\n"):

@@ -37,7 +37,8 @@ class RemoteModel:
             )
             self.name = model or self._first_model()
         except (httpx.InvalidURL, httpx.UnsupportedProtocol, UnicodeError) as error:
-            raise ConfigError(f"--url must be an http address, but got {url!r}: {error}") from None
+            hint = None if "://" in url else f"--url http://{url}"
+            raise ConfigError(f"--url must be an http address, but got {url!r}: {error}", hint=hint) from None
 
     def reply(self, messages: Sequence[Mapping[str, str]], fields: Mapping[str, Any], tally: Tally) -> Iterator[str]:
         """The reply to a conversation, as it arrives. Raises `InvalidRequest` where the server refuses it, else `EngineError`."""

@@ -42,7 +42,9 @@ def run(config: EngineConfig, backend: Backend = CHECKPOINT) -> int:
     """
     log.configure(config.log_level, config.log_json)
     with _bind(config.host, config.port) as listener, asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        return runner.run(_serve(config, listener, backend))
+        code = runner.run(_serve(config, listener, backend))
+        logger.info("stopped")
+        return code
 
 
 async def _serve(config: EngineConfig, listener: socket.socket, backend: Backend) -> int:
