@@ -7,8 +7,9 @@ rows drafted like it. Then the levels of all rows, best first, are taken as long
 
     tokens a second        (R + what they bring) / (t(R + their nodes) + drafting)                           grows.
 
-A row that drafts nothing would never learn that it should. A two-hundredth of the time is set aside for trying: it is saved up
-step by step, and spent on the row and drafter that have gone longest without. It imports no torch.
+A row that drafts nothing would never learn that it should, and rows that always draft would never learn that plain steps have
+become cheap. A two-hundredth of the time is set aside for trying: it is saved up step by step, and spent on the row and drafter
+that have gone longest without, or on a step without drafts. It imports no torch.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from slipstream.speculate.choice import OFF, Acceptance, Choice, RowDrafting, Shape
 
-SMOOTHING = 0.2  # share of a new measurement in a mean
-OUTLIER = 1.5  # a measurement counts as at most this many times the mean: machines have hiccups
+FASTER, SLOWER = 0.5, 0.05  # share of a new measurement in what is known: others make a step slower, nobody makes it faster
+OUTLIER = 1.5  # a measurement counts as at most this many times what is known: machines have hiccups
 FORGET = 400  # measurements after which one that was not made again says nothing any more
 ROW_MEMORY, ALL_MEMORY = 0.85, 0.99  # how much of what was seen still counts one draft later, of a row and of all
 PRIOR_WEIGHT = 1.0  # levels that a new request is thought to have seen, with the acceptance of the others
@@ -30,14 +31,17 @@ Costs = Mapping[str, Sequence[float]]  # by drafter, of 1, 2, ... levels
 
 TRYING_SHARE = 0.005
 TRIED_LEVELS = 2
+PLAIN_AGE = 16  # measurements after which what a plain step takes is worth a look
 CHANGE = 0.1  # tokens a step by which another observer must promise more than what there is
 STAY = 32  # steps for which a new observer is thought to stay; one that cannot catch up leaves after so many idle ones
 
 
 class Curve:
-    """Seconds as a function of a count: means of what was measured, straight lines between and beyond, never falling.
+    """Seconds as a function of a count: what was measured, straight lines between and beyond, never falling.
 
-    What has not been measured again for long is forgotten, so that a wrong value does not keep itself from being corrected.
+    Most of it was measured some time ago, perhaps while another process kept the machine busy. So the newest measurement tells
+    of its neighbours, too: fewer take no longer, and more take no longer than in proportion. What has not been measured again
+    for long is forgotten, so that a wrong value does not keep itself from being corrected.
     """
 
     def __init__(self) -> None:
@@ -54,9 +58,11 @@ class Curve:
         known = self._seconds.get(count)
         if known is None:
             bisect.insort(self._counts, count)
-            self._seconds[count] = seconds
         else:
-            self._seconds[count] = known + SMOOTHING * (min(seconds, OUTLIER * known) - known)
+            seconds = known + (FASTER if seconds < known else SLOWER) * (min(seconds, OUTLIER * known) - known)
+        self._seconds[count] = seconds
+        for other, value in self._seconds.items():
+            self._seconds[other] = min(value, seconds * max(1.0, other / count))
         self._measured[count] = self._now
         oldest = min(self._measured, key=self._measured.__getitem__)
         if len(self._counts) > 2 and self._measured[oldest] < self._now - FORGET:
@@ -64,6 +70,10 @@ class Curve:
             self._counts.remove(oldest)
         highest = 0.0
         self._highest = [highest := max(highest, self._seconds[each]) for each in self._counts]
+
+    def age(self, count: int) -> int:
+        """Measurements since one at this count."""
+        return self._now - self._measured.get(_rounded(count), 0)
 
     def __call__(self, count: float) -> float | None:
         """Seconds at a count; None where nothing was measured yet."""
@@ -128,7 +138,12 @@ class WidthModel:
             return [Choice(OFF, 0, row.observer) for row in rows]
         costs = self._costs(len(rows), base)
         drafters = [self._best(row, self._options(row), costs)[0] for row in rows]
-        levels = self._best_levels(rows, drafters, most, base)
+        levels, rate = self._best_levels(rows, drafters, most, base)
+        if any(levels) and not num_other_tokens and self._step_s.age(base) > PLAIN_AGE:
+            lost_s = plain_s - len(rows) / rate
+            if lost_s <= self._saved_s:
+                self._saved_s -= lost_s
+                levels = [0] * len(rows)
         for place, row in enumerate(rows):
             if row.on_trial and row.on_trial == row.observer:
                 drafters[place] = row.observer
@@ -198,8 +213,10 @@ class WidthModel:
 
     # -- how far --------------------------------------------------------------------------------------------------------
 
-    def _best_levels(self, rows: Sequence[RowDrafting], drafters: Sequence[str], most: Sequence[int], base: int) -> list[int]:
-        """How many levels of each row are worth their nodes."""
+    def _best_levels(
+        self, rows: Sequence[RowDrafting], drafters: Sequence[str], most: Sequence[int], base: int
+    ) -> tuple[list[int], float]:
+        """How many levels of each row are worth their nodes, and the tokens a second that they promise."""
         gains: list[tuple[float, int]] = []
         for place, (row, drafter, limit) in enumerate(zip(rows, drafters, most, strict=True)):
             if drafter == OFF:
@@ -224,7 +241,7 @@ class WidthModel:
         levels = [0] * len(rows)
         for _, place in gains[:best]:
             levels[place] += 1
-        return levels
+        return levels, best_rate
 
     def _try_one(
         self, rows: Sequence[RowDrafting], drafters: list[str], levels: list[int], most: Sequence[int], base: int
