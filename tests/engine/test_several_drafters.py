@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -111,3 +112,13 @@ def test_a_sample_knows_that_the_head_came_late_to_the_page_it_copies() -> None:
     assert isinstance(engine._executor, ThreadExecutor) and isinstance(engine._executor._device, Runner)
     check_cached(engine.scheduler.ledger, told, engine._executor._device)
     engine.close()
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+@pytest.mark.parametrize("name", ["model", "head"])
+def test_no_drafter_watches_a_request_that_wants_no_drafts(name: str, adaptive: bool) -> None:
+    """It would pay for passes over a drafter's KV that no draft starts from."""
+    engine = engine_of((name,), lag=1, adaptive_speculation=adaptive)
+    jobs = [replace(job, params=replace(job.params, speculate=0)) for job in JOBS]
+    assert_equal(run_on(engine, jobs), reference(MODEL, JOBS, eos=()), (name, adaptive))
+    assert name not in engine.stats().drafting
