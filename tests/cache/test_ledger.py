@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from slipstream.cache.ledger import NO_MATCH, Holding, Ledger, Match
+from slipstream.cache.ledger import NO_END, NO_MATCH, Holding, Ledger, Match
 from slipstream.errors import InvariantBroken
 
 PAGE = 4
@@ -260,6 +260,17 @@ def test_a_siblings_page_of_another_drafter_counts_for_the_target_alone() -> Non
     first = admit(books, 7)
     books.cache(first, range(7), 7)
     found = books.match("", range(7), "other", sibling=first)
+    assert (found.computed_len, found.draft_from) == (6, 6)
+
+
+@pytest.mark.parametrize(("draft_from", "draft_to"), [(5, NO_END), (7, NO_END), (0, 5)])
+def test_a_siblings_page_with_half_of_the_draft_kv_counts_for_the_target_alone(draft_from: int, draft_to: int) -> None:
+    """Its drafter came when the prompt was computed already, or left before it was."""
+    books = ledger(shifted_kv=True)
+    first = admit(books, 7, drafter="")
+    books.cache(first, range(7), 7)
+    first.drafter, first.draft_from, first.draft_to = "d", draft_from, draft_to
+    found = look(books, range(7), sibling=first)
     assert (found.computed_len, found.draft_from) == (6, 6)
 
 

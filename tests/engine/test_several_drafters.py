@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from slipstream.config import EngineConfig
+from slipstream.engine.executor import ThreadExecutor
 from slipstream.engine.loop import Engine
+from slipstream.engine.runner import Runner
 from slipstream.speculate.choice import OFF, Choice, RowDrafting, Shape, Widest
 from slipstream.speculate.draft_model import DraftModel
 from slipstream.speculate.ngram import NGram
 from slipstream.testing.drafters import DrafterFactory
 from slipstream.testing.hash_lm import HashLM
 from slipstream.types import SamplingParams
-from tests.engine.harness import Job, assert_equal, make_engine, reference, run_on
+from tests.engine.harness import Answer, Job, assert_equal, collect, drain, make_engine, reference, run_on
+from tests.fuzz.cached import check_cached
 from tests.speculate.eagle_heads import eagle
 
 MODEL = HashLM(vocab_size=64, context_len=256)
@@ -79,3 +83,42 @@ def test_the_cost_model_chooses(names: tuple[str, ...]) -> None:
     engine = engine_of(names, lag=1, adaptive_speculation=True)
     assert_equal(run_on(engine, JOBS), reference(MODEL, JOBS, eos=()), names)
     assert engine.stats().num_accepted > 0
+
+
+class HeadFromTheSecondOn(Widest):
+    """Nobody watches the prompt of a request that finds the engine empty; the head comes behind it."""
+
+    def __init__(self, shapes: Mapping[str, Shape], config: EngineConfig) -> None:
+        super().__init__(shapes, "head")
+
+    def first_observer(self, num_rows: int) -> str:
+        return "head" if num_rows else OFF
+
+
+def test_a_sample_knows_that_the_head_came_late_to_the_page_it_copies() -> None:
+    """What is cached with its draft KV must be: the copied part of the page has none."""
+    engine = engine_of(("head",), chooser=HeadFromTheSecondOn)
+    prompt = tuple((7 * i * i + 3) % 61 for i in range(28))
+    jobs = [Job(prompt, SamplingParams(max_tokens=20), seed=seed) for seed in (1, 2)]
+    answers: dict[str, Answer] = {}
+    engine.add(jobs[0].request("0"))
+    for _ in range(3):
+        collect(engine, answers)
+    engine.add(jobs[1].request("1", parent_id="0"))
+    drain(engine, answers)
+    assert answers["1"].num_cached_tokens == 27, "the page is copied"
+    assert_equal([answers["0"], answers["1"]], reference(MODEL, jobs, eos=()), "late")
+    told = [("", (*prompt, *answer.token_ids), len(prompt) + 19) for answer in answers.values()]
+    assert isinstance(engine._executor, ThreadExecutor) and isinstance(engine._executor._device, Runner)
+    check_cached(engine.scheduler.ledger, told, engine._executor._device)
+    engine.close()
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+@pytest.mark.parametrize("name", ["model", "head"])
+def test_no_drafter_watches_a_request_that_wants_no_drafts(name: str, adaptive: bool) -> None:
+    """It would pay for passes over a drafter's KV that no draft starts from."""
+    engine = engine_of((name,), lag=1, adaptive_speculation=adaptive)
+    jobs = [replace(job, params=replace(job.params, speculate=0)) for job in JOBS]
+    assert_equal(run_on(engine, jobs), reference(MODEL, JOBS, eos=()), (name, adaptive))
+    assert name not in engine.stats().drafting

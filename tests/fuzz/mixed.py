@@ -19,10 +19,11 @@ class RandomChooser:
     def __init__(self, shapes: Mapping[str, Shape], seed: int) -> None:
         self._shapes = shapes
         self._rng = random.Random(seed)
+        self._first = seed
 
     def first_observer(self, num_rows: int) -> str:
         """Any; the same between two steps, as a request that is looked at must be admitted as it was looked at."""
-        return sorted(self._shapes)[num_rows % len(self._shapes)]
+        return sorted(self._shapes)[(self._first + num_rows) % len(self._shapes)]
 
     def choose(self, rows: Sequence[RowDrafting], most: Sequence[int], num_other_tokens: int) -> list[Choice]:
         """Draw."""

@@ -227,6 +227,14 @@ def test_drafters_that_do_not_pay_sleep_and_cost_nothing(shape: Shape) -> None:
     assert world.proposed[-1000:].count("s") > 800
 
 
+def test_who_is_on_trial_does_not_come_to_a_row_that_may_have_no_node() -> None:
+    """It would catch up, find no room to draft, and leave, again and again."""
+    model = WidthModel({OFF: Shape(0, 0, 1), "s": MODEL})
+    model.step_took(1, {}, 10e-3, {})
+    row = RowDrafting(on_trial="s")
+    assert [model.choose([row], [most], 0)[0].observer for most in (0, 4)] == [OFF, "s"]
+
+
 def test_a_curve_has_straight_lines_and_never_falls() -> None:
     curve = Curve()
     assert curve(3) is None

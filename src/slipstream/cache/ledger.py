@@ -196,7 +196,8 @@ class Ledger:
             copied = copied if copied.page == NOWHERE else copied.page
         elif sibling is not None and computed < most and most // size == len(nodes):
             copied, computed = sibling.table.pages[len(nodes)], most
-            if drafter not in (sibling.drafter, NOBODY) or sibling.draft_to < computed:
+            is_whole = sibling.draft_from <= len(nodes) * size and computed <= sibling.draft_to
+            if drafter not in (sibling.drafter, NOBODY) or not is_whole:
                 foreign.append(len(nodes))
         if computed == len(nodes) * size:
             copied = None

@@ -164,5 +164,5 @@ class Widest:
 
     def _choice(self, row: RowDrafting, num_nodes: int) -> Choice:
         if self._shape.has_state and row.observer != self._drafter:
-            return Choice(OFF, 0, self._drafter)
+            return Choice(OFF, 0, self._drafter if num_nodes else row.observer)  # nobody comes who may not draft
         return Choice(self._drafter, num_nodes, self._drafter)

@@ -154,7 +154,8 @@ class WidthModel:
         for place, (row, drafter, count) in enumerate(zip(rows, drafters, levels, strict=True)):
             if count:
                 row.record(drafter).last_tried = self._step
-            observer = row.on_trial or self._observer(row, drafter, most[place], costs, len(rows) / plain_s)
+            on_trial = row.on_trial if most[place] else ""  # nobody comes who may not draft
+            observer = on_trial or self._observer(row, drafter, most[place], costs, len(rows) / plain_s)
             choices.append(Choice(drafter if count else OFF, min(most[place], self._nodes(drafter, count)), observer))
         return choices
 
