@@ -48,9 +48,12 @@ def bench(*argv: str) -> int:
     return main(["bench", "speculate", str(tiny_checkpoint("llama")), *SIZES, *argv])
 
 
-def test_a_whole_run_and_one_that_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_whole_run_and_one_that_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A draft model that is the target, and n-grams; float64, so that every answer must be that of plain decoding."""
     draft = f"draft_model:model={tiny_checkpoint('llama')},width=3"
+    monkeypatch.setattr("slipstream.cli.progress.REPORT_EVERY_S", 0.0)
     path, questions = tmp_path / "out.json", tmp_path / "questions.jsonl"
     questions.write_text('{"prompt": "one two three"}\n')
     flags = ["--system", "ngram", "--system", draft, "--dataset", f"own={questions}", "--json", str(path)]
@@ -66,7 +69,7 @@ def test_a_whole_run_and_one_that_goes_on(tmp_path: Path, capsys: pytest.Capture
     assert list(cost) == ["1", "4", "8", "16"] and cost["1"]["ratio"] == 1.0
     assert all(one["num_steps"] >= 3 and one["step_ms"] > 0 for one in cost.values())
     said = capsys.readouterr()
-    assert "copy, 1 at once: off " in said.err and "left" in said.err
+    assert "copy, 1 at once: off " in said.err and "at most" in said.err
     rows = [line for line in said.out.splitlines() if line.startswith(("copy", "plain", "own"))]
     assert len(rows) == 9 and sum("0 of 2" in row for row in rows) == 6 and "verifies R rows" in said.out
 

@@ -25,8 +25,6 @@ from slipstream.cli.progress import StatusLine, progress
 from slipstream.cli.table import columns
 from slipstream.config import EngineConfig, field_group
 from slipstream.errors import ConfigError
-from slipstream.frontend.model_info import model_info
-from slipstream.frontend.prepare import Frontend
 from slipstream.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -347,6 +345,9 @@ def _encoded(
     name: str, texts: Sequence[str], loaded: LoadedModel, config: EngineConfig, args: argparse.Namespace
 ) -> list[list[int]]:
     """Token ids of a set's prompts, as a server would have them."""
+    from slipstream.frontend.model_info import model_info
+    from slipstream.frontend.prepare import Frontend
+
     params = SamplingParams(max_tokens=args.output_len)
     frontend = Frontend(model_info(loaded.text, config))
     prompts: list[str] | list[list[int]]
