@@ -8,18 +8,21 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from bench.intervals import median_ratio
-from bench.systems import Ids, Sample, Slipstream, System, Transformers
+from bench import script
+from bench.systems import Transformers
+from slipstream.cli.intervals import median_ratio
 from slipstream.cli.measure import machine, read_prompts
+from slipstream.cli.progress import StatusLine
+from slipstream.cli.timed_engine import Ids, Sample, System, TimedEngine
+from slipstream.cli.turns import turns
 from slipstream.config import EngineConfig
 from slipstream.frontend.model_info import model_info
 from slipstream.frontend.prepare import Frontend
@@ -37,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         torch.set_num_threads(args.num_threads)
     loaded = load(args.model, dtype=args.dtype, max_context=args.input_len + args.output_len + 1)
     prompts = equal_prompts(loaded, max(args.concurrency), args.input_len)
-    systems = _systems(args, loaded)
+    systems, status = _systems(args, loaded), StatusLine()
     result: dict[str, Any] = {
         "model": loaded.name,
         "dtype": str(loaded.dtype).removeprefix("torch."),
@@ -51,29 +54,26 @@ def main(argv: Sequence[str] | None = None) -> None:
         "results": {},
     }
     for concurrency in args.concurrency:
-        samples = measure(systems, prompts[:concurrency], args.output_len, args.rounds)
+        samples = measure(systems, prompts[:concurrency], args.output_len, args.rounds, status)
         result["results"][str(concurrency)] = compare(samples)
-        print(f"{concurrency} at once: {_line(result['results'][str(concurrency)])}", file=sys.stderr, flush=True)
+        status.keep(f"{concurrency} at once: {_line(result['results'][str(concurrency)])}")
         # After each size: a run that is cut short leaves what it has.
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(result, indent=1) + "\n")
 
 
-def measure(systems: Sequence[System], prompts: Sequence[Ids], output_len: int, rounds: int) -> dict[str, list[Sample]]:
+def measure(
+    systems: Mapping[str, System], prompts: Sequence[Ids], output_len: int, rounds: int, status: StatusLine
+) -> dict[str, list[Sample]]:
     """Samples of each system, after one uncounted turn each. Raises where lags do not agree on a token."""
-    for system in systems:
-        system.run(prompts, min(output_len, 8))
-    samples: dict[str, list[Sample]] = {system.name: [] for system in systems}
-    for number in range(rounds):
-        answers: dict[str, list[Ids]] = {}
-        for system in systems if number % 2 == 0 else reversed(systems):
-            sample, answers[system.name] = system.run(prompts, output_len)
-            samples[system.name].append(sample)
-        ours = [found for name, found in answers.items() if name.startswith("lag")]
-        if any(found != ours[0] for found in ours):
+    samples: dict[str, list[Sample]] = {name: [] for name in systems}
+    for number, taken in enumerate(turns(systems, prompts, output_len, rounds)):
+        for name, (sample, _) in taken.items():
+            samples[name].append(sample)
+        ours = [answers for name, (_, answers) in taken.items() if name.startswith("lag")]
+        if any(answers != ours[0] for answers in ours):
             raise RuntimeError(f"every lag must give the same tokens, but round {number} differs")
-        print(f"\r{len(prompts)} at once: round {number + 1} of {rounds}", end="", file=sys.stderr, flush=True)
-    print("\r", end="", file=sys.stderr)
+        status.show(f"{len(prompts)} at once: round {number + 1} of {rounds}")
     return samples
 
 
@@ -101,9 +101,9 @@ def equal_prompts(loaded: LoadedModel, count: int, length: int) -> list[Ids]:
     return prompts
 
 
-def _systems(args: argparse.Namespace, loaded: LoadedModel) -> list[System]:
+def _systems(args: argparse.Namespace, loaded: LoadedModel) -> dict[str, System]:
     pages = -(-(args.input_len + args.output_len + 8) // args.page_size) * max(args.concurrency)
-    systems: list[System] = []
+    systems: dict[str, System] = {}
     for lag in (0, 1):
         config = EngineConfig(
             model=loaded.name,
@@ -114,10 +114,10 @@ def _systems(args: argparse.Namespace, loaded: LoadedModel) -> list[System]:
             max_num_batched_tokens=args.max_num_batched_tokens,
             enable_prefix_caching=False,  # every round asks the same again, and transformers computes it again
         )
-        systems.append(Slipstream(f"lag{lag}", loaded, config))
+        systems[f"lag{lag}"] = TimedEngine(f"lag{lag}", loaded, config)
     if not args.no_transformers:
         source = resolve(args.model)
-        systems.append(Transformers(str(source.path), source.is_gguf, loaded.dtype))
+        systems["transformers"] = Transformers(str(source.path), source.is_gguf, loaded.dtype)
     return systems
 
 
@@ -145,7 +145,7 @@ def _line(result: dict[str, Any]) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m bench.engine", description=__doc__)
+    parser = script.parser("engine", __doc__)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32])
@@ -161,4 +161,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    main()
+    script.run(main)

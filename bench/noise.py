@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bench import script
 from slipstream.sampling.nodes import Nodes
 from slipstream.sampling.sampler import sample
 from slipstream.sampling.state import SamplingState
@@ -153,4 +154,4 @@ def deviation(counts: Sequence[int], expected: Sequence[float]) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    script.run(main)

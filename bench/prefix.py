@@ -21,7 +21,8 @@ from typing import Any
 
 import torch
 
-from bench.intervals import median_ratio
+from bench import script
+from slipstream.cli.intervals import median_ratio
 from slipstream.cli.measure import machine
 from slipstream.config import EngineConfig
 from slipstream.engine.build import assemble_engine
@@ -157,7 +158,7 @@ def _engine(loaded: LoadedModel, caching: bool, longest: int, args: argparse.Nam
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m bench.prefix", description=__doc__)
+    parser = script.parser("prefix", __doc__)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--concurrency", type=int, default=8)
@@ -174,4 +175,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    main()
+    script.run(main)

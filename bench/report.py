@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
+
+from bench import script
+from slipstream.cli.bench_speculate import cells
 
 RESULTS = Path(__file__).parent / "results"
 NAMES = {"transformers": "transformers generate", "lag0": "slipstream, lag 0", "lag1": "slipstream, lag 1"}
@@ -25,19 +27,18 @@ COLOURS = {"transformers": "#9aa5b1", "lag0": "#7fb3d5", "lag1": "#1f77b4"}
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Put tables between the marks of a Markdown file, those of which there are results, and write the figure beside it."""
-    parser = argparse.ArgumentParser(prog="python -m bench.report", description=__doc__)
+    parser = script.parser("report", __doc__)
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--into", type=Path, default=Path("docs/benchmarks.md"))
     args = parser.parse_args(argv)
-    for name, make in SECTIONS.items():
-        path = args.results / f"{name}.json"
-        if not path.is_file():
-            print(f"{name}: no {path}, left as it is")
+    for name, (pattern, make) in SECTIONS.items():
+        results = [json.loads(path.read_text()) for path in sorted(args.results.glob(pattern))]
+        if not results:
+            print(f"{name}: no {args.results / pattern}, left as it is")
             continue
-        result = json.loads(path.read_text())
-        args.into.write_text(between_marks(args.into.read_text(), name, make(result)))
+        args.into.write_text(between_marks(args.into.read_text(), name, "\n".join(map(make, results))))
         if name == "engine":
-            args.into.with_suffix(".svg").write_text(figure(result))
+            args.into.with_suffix(".svg").write_text(figure(results[0]))
 
 
 def between_marks(text: str, section: str, new: str) -> str:
@@ -66,19 +67,23 @@ def prefix_markdown(result: Mapping[str, Any]) -> str:
 
 
 def speculate_markdown(result: Mapping[str, Any]) -> str:
-    """Drafters against plain decoding, by requests at once."""
+    """What a step costs, and drafters against plain decoding, by requests at once."""
     rows = []
-    for kind, sizes in result["results"].items():
-        for size, one in sizes.items():
-            off = one["systems"]["off"]
-            for name, ratio in one["speed"].items():
-                own = one["systems"][name]
-                speeds = [f"{each['tokens_per_s']:.1f}" for each in (off, own)]
-                steps = [f"{each['step_ms']:.1f}" for each in (off, own)]
-                rows.append([kind, size, name, *speeds, _interval(ratio), f"{own['accept_length']:.2f}", *steps])
-    columns = ["prompts", "at once", "drafter", "off, tok/s", "tok/s", "ratio", "accept length", "step off, ms", "step, ms"]
-    how = f"{result['rounds']} rounds, answers of {result['output_len']}, temperature {result['temperature']:g}"
-    return "\n".join([_measured(result, how), "", *_table(columns, rows)]) + "\n"
+    for kind, size, one in cells(result):
+        off = one["systems"]["off"]
+        for name, ratio in one["speed"].items():
+            own = one["systems"][name]
+            speeds = [f"{each['tokens_per_s']:.1f}" for each in (off, own)]
+            times = [f"{each['step_ms']:.1f}" for each in (off, own)]
+            differ = f"{one['num_differing'][name]} of {one['num_answers']}"
+            rows.append([kind, size, name, *speeds, _interval(ratio), f"{own['accept_length']:.2f}", *times, differ])
+    speed, steps = ["off, tok/s", "tok/s", "ratio", "accept length"], ["step off, ms", "step, ms"]
+    columns = ["prompts", "at once", "drafter", *speed, *steps, "answers that differ"]
+    setup = result["setup"]
+    how = f"{setup['rounds']} rounds, answers of {setup['output_len']}, temperature {setup['temperature']:g}"
+    costs = [f"{num_rows}: {one['step_ms']:.1f} ms ({one['ratio']:.2f})" for num_rows, one in result["step_cost"].items()]
+    head = [_measured({**result, **setup}, how), "", f"A step that verifies R rows of one request: {', '.join(costs)}."]
+    return "\n".join([*head, "", *_table(columns, rows)]) + "\n"
 
 
 def _measured(result: Mapping[str, Any], how: str) -> str:
@@ -165,11 +170,11 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     return [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)]
 
 
-SECTIONS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
-    "engine": markdown,
-    "prefix": prefix_markdown,
-    "speculate": speculate_markdown,
+SECTIONS: Mapping[str, tuple[str, Callable[[Mapping[str, Any]], str]]] = {
+    "engine": ("engine.json", markdown),
+    "prefix": ("prefix.json", prefix_markdown),
+    "speculate": ("speculate-*.json", speculate_markdown),
 }
 
 if __name__ == "__main__":
-    main()
+    script.run(main)

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
+import torch
 
+from bench import script
 from bench.engine import compare, measure
-from bench.intervals import median_ratio
-from bench.report import between_marks, figure, markdown, prefix_markdown, speculate_markdown
-from bench.systems import Ids, Sample
+from bench.report import between_marks, figure, main, markdown, prefix_markdown, speculate_markdown
+from bench.systems import Transformers
+from slipstream.cli.intervals import median_ratio
+from slipstream.cli.progress import StatusLine
+from slipstream.cli.timed_engine import Ids, Sample, System
 
 
 class Fixed:
@@ -24,6 +31,10 @@ class Fixed:
     def run(self, prompts: Sequence[Ids], output_len: int) -> tuple[Sample, list[Ids]]:
         self._log.append(self.name)
         return Sample(self._wall_s, self._wall_s, 10, num_steps=5, host_s=self._wall_s / 4), [[self._token] * output_len]
+
+
+def measured(systems: Sequence[System], rounds: int) -> dict[str, list[Sample]]:
+    return measure({system.name: system for system in systems}, [[1, 2]], 4, rounds, StatusLine())
 
 
 def test_median_ratio_is_of_pairs() -> None:
@@ -47,7 +58,7 @@ def test_the_interval_holds_the_median_and_grows_with_noise() -> None:
 def test_systems_take_turns_and_the_order_turns_around() -> None:
     log: list[str] = []
     systems = [Fixed("lag0", 2.0, 7, log), Fixed("lag1", 1.0, 7, log), Fixed("transformers", 4.0, 8, log)]
-    samples = measure(systems, [[1, 2]], 4, rounds=2)
+    samples = measured(systems, 2)
     names = ["lag0", "lag1", "transformers"]
     assert log == [*names, *names, *reversed(names)]
     result = compare(samples)
@@ -61,7 +72,7 @@ def test_systems_take_turns_and_the_order_turns_around() -> None:
 def test_lags_that_differ_end_the_benchmark() -> None:
     log: list[str] = []
     with pytest.raises(RuntimeError, match="same tokens"):
-        measure([Fixed("lag0", 1.0, 1, log), Fixed("lag1", 1.0, 2, log)], [[1]], 4, rounds=1)
+        measured([Fixed("lag0", 1.0, 1, log), Fixed("lag1", 1.0, 2, log)], 1)
 
 
 def test_the_report_holds_the_numbers() -> None:
@@ -70,7 +81,7 @@ def test_the_report_holds_the_numbers() -> None:
     result = {
         "model": "m", "dtype": "float32", "num_threads": 2, "torch": "2", "input_len": 4, "output_len": 4, "rounds": 2,
         "machine": {"processor": "p", "num_cores": 2, "memory_bytes": 2**34}, "measured": "today",
-        "results": {"8": compare(measure(systems, [[1, 2]], 4, rounds=2))},
+        "results": {"8": compare(measured(systems, 2))},
     }  # fmt: skip
     text = markdown(result)
     assert "| 8 | 5.0 | 10.0 | 2.000 [2.000, 2.000] |" in text
@@ -83,7 +94,7 @@ def test_the_report_holds_the_numbers() -> None:
         between_marks(page, "prefix", text)
 
 
-def test_the_report_of_the_cache_and_of_drafting() -> None:
+def test_the_report_of_the_cache_and_of_drafting(tmp_path: Path) -> None:
     head = {
         "model": "m", "dtype": "float32", "num_threads": 2, "torch": "2", "machine": {"processor": "p", "num_cores": 2},
         "measured": "today", "rounds": 3, "output_len": 4, "temperature": 0.0, "concurrency": 8,
@@ -98,6 +109,40 @@ def test_the_report_of_the_cache_and_of_drafting() -> None:
     assert "| shared | 8.0 | 4.0 | 2.000 [1.500, 2.500] | 3.000 [1.500, 2.500] | 2.000 [1.500, 2.500] | 3 |" in text
     off = {"tokens_per_s": 10.0, "step_ms": 5.0, "accept_length": 1.0}
     own = {"tokens_per_s": 20.0, "step_ms": 6.0, "accept_length": 2.4}
-    found = {"systems": {"off": off, "ngram": own}, "speed": {"ngram": ratio}}
-    text = speculate_markdown({**head, "results": {"copy": {"4": found}}})
-    assert "| copy | 4 | ngram | 10.0 | 20.0 | 2.000 [1.500, 2.500] | 2.40 | 5.0 | 6.0 |" in text
+    found = {
+        "systems": {"off": off, "ngram": own}, "speed": {"ngram": ratio}, "num_differing": {"ngram": 1}, "num_answers": 12
+    }  # fmt: skip
+    setup = {name: head.pop(name) for name in ("model", "dtype", "num_threads", "torch", "rounds", "output_len", "temperature")}
+    cost = {"1": {"step_ms": 5.0, "ratio": 1.0}, "4": {"step_ms": 6.0, "ratio": 1.2}}
+    result = {**head, "setup": setup, "step_cost": cost, "results": {"copy": {"4": found}}}
+    text = speculate_markdown(result)
+    assert "Measured today: m in float32, 3 rounds, answers of 4, temperature 0;" in text
+    assert "| copy | 4 | ngram | 10.0 | 20.0 | 2.000 [1.500, 2.500] | 2.40 | 5.0 | 6.0 | 1 of 12 |" in text
+    assert "A step that verifies R rows of one request: 1: 5.0 ms (1.00), 4: 6.0 ms (1.20)." in text
+
+    page = tmp_path / "page.md"
+    page.write_text("<!-- speculate: start -->\nold\n<!-- speculate: end -->\n")
+    for name in ("a", "b"):
+        (tmp_path / f"speculate-{name}.json").write_text(json.dumps({**result, "measured": name}))
+    main(["--results", str(tmp_path), "--into", str(page)])
+    assert "Measured a:" in page.read_text() and "Measured b:" in page.read_text() and "old" not in page.read_text()
+
+
+def test_an_error_of_a_script_is_said_not_traced(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)  # as if it were not installed
+    with pytest.raises(SystemExit, match="2"):
+        script.run(lambda: Transformers("no/such/path", False, torch.float32))
+    err = capsys.readouterr().err
+    assert err.startswith("error: transformers must be installed") and "hint: pip install" in err
+
+
+def test_the_help_of_a_script_keeps_its_lines() -> None:
+    assert "\n    one  1\n    two  2\n" in script.parser("engine", "What.\n\n    one  1\n    two  2\n").format_help()
+
+
+def test_progress_and_results_have_lines_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
+    status = StatusLine()
+    status.show("round 1")
+    status.show("round 2")  # so soon after it, where nobody watches, not worth a line
+    status.keep("8 at once: fast")
+    assert capsys.readouterr().err == "round 1\n8 at once: fast\n"

@@ -107,6 +107,13 @@ def test_an_attention_backend_that_is_none(capsys: pytest.CaptureFixture[str]) -
     )
 
 
+def test_a_drafter_with_a_wrong_option(capsys: pytest.CaptureFixture[str]) -> None:
+    code, found = doctor(capsys, "--speculate", "ngram:witdh=3")
+    assert code == 1
+    assert found["engine"][0]["status"] == "fail" and "but got 'witdh'" in found["engine"][0]["text"]
+    assert found["engine"][0]["hint"] == "did you mean width?"
+
+
 def test_a_model_that_is_not_here_yet_is_no_problem(capsys: pytest.CaptureFixture[str]) -> None:
     code, found = doctor(capsys, "--port", "0")
     assert code == 0

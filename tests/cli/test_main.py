@@ -79,8 +79,12 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["serve", "--port"], "--port must have a value, but got none", "slipstream serve --help"),
         (["run"], "MODEL must be given, but got none", "slipstream run --help"),
         (["run", "m", " "], "a prompt must hold text, but got ' '", 'slipstream run MODEL "prompt", or pipe it in'),
-        (["bench"], "KIND must be given, but got none", "KIND is one of latency, throughput, serve; slipstream bench --help"),
-        (["bench", "x"], "KIND must be one of latency, throughput, serve, but got 'x'", "slipstream bench --help"),
+        (
+            ["bench"],
+            "KIND must be given, but got none",
+            "KIND is one of latency, throughput, speculate, serve; slipstream bench --help",
+        ),
+        (["bench", "x"], "KIND must be one of latency, throughput, speculate, serve, but got 'x'", "slipstream bench --help"),
         (["bench", "serve", "--endpoint", "x"], "--endpoint must be one of completions, chat, but got 'x'", BENCH_HELP),
         (["serve", "--config", "no.toml"], "--config must name a TOML file, but got 'no.toml'", "--config or SLIPSTREAM_CONFIG"),
         (["run", "m", "hi", "--temperature", "warm"], "--temperature must be a number, but got 'warm'", None),
@@ -93,7 +97,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (
             ["bench", "serve", "--lag=0"],
             "an argument must be one that slipstream bench serve knows, but got '--lag=0'",
-            "--lag belongs to slipstream bench latency and slipstream bench throughput",
+            "--lag belongs to slipstream bench latency and slipstream bench throughput and slipstream bench speculate",
         ),
         (["bench", "latency", "--batch-sise", "3"], "an argument must be one that", "did you mean --batch-size?"),
         (["bench", "serve", "--request-rate", "nan"], "--request-rate must be a number above 0, but got 'nan'", BENCH_HELP),

@@ -27,7 +27,7 @@ BAD_REQUESTS = {
 }
 BAD_CONFIGS = {
     "cuda is untested": EngineConfig(device="cuda"),
-    "unknown drafter": EngineConfig(speculate=("nope:width=4",)),
+    "unknown drafter or option": EngineConfig(speculate=("nope:width=4",)),
     "unknown attention backend": EngineConfig(attention_backend="nope"),
     "a drafter given twice": EngineConfig(speculate=("ngram", "ngram:width=2")),
     "several drafters without the cost model": EngineConfig(speculate=("ngram", "off"), adaptive_speculation=False),

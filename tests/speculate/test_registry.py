@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from slipstream.errors import ConfigError
-from slipstream.speculate.registry import Target, build_drafter, drafter_names, parse_spec
+from slipstream.speculate.registry import Target, build_drafter, check_spec, drafter_names, parse_spec
 from slipstream.testing.hash_lm import HashLM
 
 TARGET = Target(HashLM(), page_size=16)
@@ -29,3 +29,28 @@ def test_specs() -> None:
 def test_wrong_specs_are_refused(spec: str, must: str) -> None:
     with pytest.raises(ConfigError, match=must):
         build_drafter(spec, TARGET)
+
+
+@pytest.mark.parametrize(
+    "spec, must, hint",
+    [
+        ("ngrams", "must name one of", "did you mean ngram?"),
+        ("zzz", "must name one of", "off is plain decoding"),
+        ("ngram:witdh=3", "must have options of width, min_n, max_n, corpus, but got 'witdh'", "did you mean width?"),
+        ("ngram:width=0", "width of --speculate ngram must be an integer from 1 to 64", None),
+        ("ngram:corpus=no/such/file", "must be readable, but there is no file 'no/such/file'", None),
+        ("draft_model:width=3", "must name a model, but got none", "draft_model:model=NAME,width=4"),
+        ("eagle:model=h,topk=1,steps=2,draft_tokens=3", "draft_tokens must equal steps", "leave draft_tokens out"),
+        ("eagle:model=h,aux_layers=both", "aux_layers must be", None),
+    ],
+)
+def test_wrong_names_and_options_are_found_without_a_model(spec: str, must: str, hint: str | None) -> None:
+    with pytest.raises(ConfigError, match=must) as caught:
+        check_spec(spec)
+    assert caught.value.hint is None if hint is None else hint in str(caught.value.hint)
+
+
+@pytest.mark.parametrize("name", drafter_names())
+def test_every_drafter_refuses_an_unknown_option_without_a_model(name: str) -> None:
+    with pytest.raises(ConfigError, match=name):
+        check_spec(f"{name}:no_such_option=1")

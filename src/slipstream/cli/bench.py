@@ -2,6 +2,7 @@
 
 latency      one batch at a time, in this process: how long does a batch take?
 throughput   many requests at once, in this process: how many tokens a second?
+speculate    drafters against plain decoding, in turns: does drafting pay here?
 serve        a server that runs, over HTTP as clients see it: TTFT, TPOT, ITL
 """
 
@@ -13,7 +14,8 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from slipstream.cli.flags import ENGINE_GROUPS, add_config_flags, config_from
+from slipstream.cli import bench_speculate
+from slipstream.cli.flags import ENGINE_GROUPS, add_config_flags, config_from, count
 from slipstream.cli.measure import Timeline, machine, random_prompts, read_prompts, summary, table, write_json
 from slipstream.errors import EngineError
 
@@ -32,17 +34,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         description="How long a batch of equal requests takes, one batch at a time.",
         epilog=_example("latency MODEL --batch-size 4"),
     )
-    latency.add_argument("--batch-size", type=_count, default=8, metavar="N", help="requests of a batch (default: 8)")
-    latency.add_argument("--num-iters", type=_count, default=10, metavar="N", help="batches that are measured (default: 10)")
+    latency.add_argument("--batch-size", type=count, default=8, metavar="N", help="requests of a batch (default: 8)")
+    latency.add_argument("--num-iters", type=count, default=10, metavar="N", help="batches that are measured (default: 10)")
     throughput = kinds.add_parser(
         "throughput", description="Many requests at once: tokens a second.", epilog=_example("throughput MODEL --num-prompts 64")
     )
-    throughput.add_argument("--num-prompts", type=_count, default=64, metavar="N", help="requests (default: 64)")
+    throughput.add_argument("--num-prompts", type=count, default=64, metavar="N", help="requests (default: 64)")
     for kind in (latency, throughput):
         kind.add_argument("name", nargs="?", metavar="MODEL", help="alias, hub id, folder or .gguf file")
-        kind.add_argument("--input-len", type=_count, default=128, metavar="N", help="random prompt tokens (default: 128)")
-        kind.add_argument("--output-len", type=_count, default=64, metavar="N", help="tokens to generate (default: 64)")
+        kind.add_argument("--input-len", type=count, default=128, metavar="N", help="random prompt tokens (default: 128)")
+        kind.add_argument("--output-len", type=count, default=64, metavar="N", help="tokens to generate (default: 64)")
         add_config_flags(kind, ENGINE_GROUPS)
+    speculate = kinds.add_parser(
+        "speculate",
+        description="Drafters against plain decoding, in turns: tokens a second, ratios with 95% intervals. Above 1 it pays.",
+        epilog=_example('speculate MODEL --system ngram --system "ngram eagle:model=HEAD"'),
+    )
+    bench_speculate.add_arguments(speculate)
     serve = kinds.add_parser(
         "serve",
         description="Send requests to a server that speaks OpenAI's API, and time their streams.",
@@ -52,20 +60,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     serve.add_argument("--model", metavar="NAME", help="model to ask for; by default the server's first")
     serve.add_argument("--api-key", metavar="KEY", help="key of the server [OPENAI_API_KEY]")
     serve.add_argument("--endpoint", choices=("completions", "chat"), default="completions", help="(default: completions)")
-    serve.add_argument("--concurrency", type=_count, default=8, metavar="N", help="most requests at once (default: 8)")
-    serve.add_argument("--num-prompts", type=_count, default=64, metavar="N", help="requests (default: 64)")
+    serve.add_argument("--concurrency", type=count, default=8, metavar="N", help="most requests at once (default: 8)")
+    serve.add_argument("--num-prompts", type=count, default=64, metavar="N", help="requests (default: 64)")
     serve.add_argument("--request-rate", type=_rate, metavar="X", help="requests a second, with random gaps; by default no gaps")
     serve.add_argument("--dataset", metavar="FILE", help="JSON lines with `prompt` or `turns`; by default random words")
-    serve.add_argument("--input-len", type=_count, default=100, metavar="N", help="random words a prompt (default: 100)")
-    serve.add_argument("--max-tokens", type=_count, default=64, metavar="N", help="tokens to generate (default: 64)")
+    serve.add_argument("--input-len", type=count, default=100, metavar="N", help="random words a prompt (default: 100)")
+    serve.add_argument("--max-tokens", type=count, default=64, metavar="N", help="tokens to generate (default: 64)")
     serve.add_argument("--ignore-eos", action="store_true", help="generate all of them, where the server knows ignore_eos")
     for kind in (latency, throughput, serve):
         kind.add_argument("--seed", type=int, default=0, metavar="N", help="of the random prompts (default: 0)")
+    for kind in (latency, throughput, speculate, serve):
         kind.add_argument("--json", dest="json_path", metavar="FILE", help="write the result there; - for stdout")
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
+    if args.kind == "speculate":
+        return bench_speculate.run(args)
     measured: dict[str, Any] = {"latency": _latency, "throughput": _throughput, "serve": _serve}[args.kind](args)
     write_json(args.json_path, {"bench": args.kind, **measured, "machine": machine()})
     if args.json_path != "-":
@@ -161,12 +172,6 @@ def _serve(args: argparse.Namespace) -> dict[str, Any]:
 
 def _example(text: str) -> str:
     return f"example:\n  slipstream bench {text}"
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be an integer of at least 1, but got {text!r}")
-    return int(text)
 
 
 def _rate(text: str) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from slipstream.config import GROUPS, EngineConfig, env_name, field_group, flag_name
@@ -39,15 +39,27 @@ def add_model_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", nargs="?", metavar="MODEL", help=text)
 
 
-def add_config_flags(parser: argparse.ArgumentParser, groups: Iterable[str] = GROUPS) -> None:
-    """Add --config and a flag for each setting of these groups; only flags that are given appear among the parsed arguments."""
+def add_config_flags(
+    parser: argparse.ArgumentParser, groups: Iterable[str] = GROUPS, without: Container[str] = ()
+) -> None:
+    """Add --config and a flag for each setting of these groups; only flags that are given appear among the parsed arguments.
+
+    `without`: settings that the command sets itself.
+    """
     parser.add_argument("--config", metavar="FILE", help="TOML file of settings, e.g. `max_num_seqs = 8` [SLIPSTREAM_CONFIG]")
     for group in groups:
         section = parser.add_argument_group(group)
         for name, field in EngineConfig.model_fields.items():
-            if field_group(name) == group:
+            if field_group(name) == group and name not in without:
                 options = _flag(name, field.annotation, field.default, field.description)
                 section.add_argument(flag_name(name), dest=name, **options)
+
+
+def count(text: str) -> int:
+    """A flag's value that counts something: at least 1. Raises `argparse.ArgumentTypeError`."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be an integer of at least 1, but got {text!r}")
+    return int(text)
 
 
 def config_from(args: argparse.Namespace, **given: Any) -> EngineConfig:

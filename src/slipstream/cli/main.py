@@ -20,7 +20,7 @@ COMMANDS = {
     "serve": "serve a model to OpenAI clients",
     "run": "answer one prompt, or a file of requests",
     "chat": "talk to a model in the terminal",
-    "bench": "measure latency and throughput",
+    "bench": "measure latency, throughput, and whether drafting pays",
     "pull": "fetch a model without loading it",
     "ls": "list fetched models",
     "show": "describe a model without loading it",

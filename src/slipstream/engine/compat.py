@@ -13,7 +13,7 @@ from slipstream.attention.registry import backend_names
 from slipstream.config import EngineConfig
 from slipstream.errors import ConfigError, InvalidParameter, SlipstreamError, Unsupported
 from slipstream.sampling.grammar import grammar_kinds
-from slipstream.speculate.registry import drafter_names, parse_spec
+from slipstream.speculate.registry import check_spec, parse_spec
 from slipstream.types import EngineRequest
 
 
@@ -84,12 +84,12 @@ def _several_drafters_are_chosen_from(config: EngineConfig) -> SlipstreamError |
     )
 
 
-def _known_drafter(config: EngineConfig) -> SlipstreamError | None:
-    for name, _ in map(parse_spec, config.speculate):
-        if name not in drafter_names():
-            return ConfigError(
-                f"--speculate must name one of {', '.join(drafter_names())}, but got {name!r}", hint="off is plain decoding"
-            )
+def _known_drafters(config: EngineConfig) -> SlipstreamError | None:
+    try:
+        for spec in config.speculate:
+            check_spec(spec)
+    except ConfigError as error:
+        return error
     return None
 
 
@@ -114,7 +114,7 @@ def _a_prompt_token_a_step(config: EngineConfig) -> SlipstreamError | None:
 
 STARTUP_ROWS: tuple[StartupRow, ...] = (
     StartupRow("cuda is untested", _cuda_is_untested),
-    StartupRow("unknown drafter", _known_drafter),
+    StartupRow("unknown drafter or option", _known_drafters),
     StartupRow("a drafter given twice", _each_drafter_once),
     StartupRow("several drafters without the cost model", _several_drafters_are_chosen_from),
     StartupRow("unknown attention backend", _known_backend),

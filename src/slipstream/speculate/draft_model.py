@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -172,19 +172,33 @@ class DraftModel:
         return self._is_behind
 
 
-def build(options: Mapping[str, str], target: Target) -> DraftModel:
-    """`--speculate draft_model:model=NAME,width=4`: NAME is whatever --model may be. Raises `ConfigError`."""
+@dataclass(frozen=True, slots=True)
+class Options:
+    """`--speculate draft_model:model=NAME,width=4`: NAME is whatever --model may be."""
+
+    model: str
+    width: int
+
+
+def parse(options: Mapping[str, str]) -> Options:
+    """`model` must be given. Raises `ConfigError`."""
     known_options("draft_model", options, "model", "width")
     if not options.get("model"):
         raise ConfigError("--speculate draft_model must name a model, but got none", hint="draft_model:model=NAME,width=4")
-    width = integer_option("draft_model", options, "width", 4, MAX_WIDTH)
+    return Options(options["model"], integer_option("draft_model", options, "width", 4, MAX_WIDTH))
+
+
+def build(options: Mapping[str, str], target: Target) -> DraftModel:
+    """Load the model and draft with it. Raises `ConfigError`."""
+    given = parse(options)
     dtype = str(target.model.dtype).removeprefix("torch.")
-    loaded = load(options["model"], dtype=dtype, device=target.device)
+    loaded = load(given.model, dtype=dtype, device=target.device)
     if target.tokenizer is not None:
         check_same_vocabulary(loaded.tokenizer, target.tokenizer, loaded.name)
-    drafter = DraftModel(loaded.model, target, width, loaded.num_parameters)
+    drafter = DraftModel(loaded.model, target, given.width, loaded.num_parameters)
     size = f"{loaded.num_parameters / 1e6:.0f}M"
-    log.event(logger, logging.INFO, f"drafting with {loaded.name}", parameters=size, width=width, context=loaded.context_len)
+    facts = {"parameters": size, "width": given.width, "context": loaded.context_len}
+    log.event(logger, logging.INFO, f"drafting with {loaded.name}", **facts)
     return drafter
 
 

@@ -25,7 +25,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -259,13 +259,19 @@ class _Observed:
         return cls(taps, next_tokens.clamp(min=0), layout, last)
 
 
-def build(options: Mapping[str, str], target: Target) -> Eagle:
-    """`--speculate eagle:model=HEAD,topk=1,steps=3,draft_tokens=N,aux_layers=input|output`.
+@dataclass(frozen=True, slots=True)
+class Options:
+    """`--speculate eagle:model=HEAD,topk=1,steps=3,draft_tokens=N,aux_layers=input|output`; see `Eagle` and `load_head`."""
 
-    Args:
-        options: `model` is a folder or a hub id; see `Eagle` and `load_head` for the others.
-        target: must be one of our own decoders.
-    """
+    model: str
+    topk: int
+    steps: int
+    draft_tokens: int
+    aux_layers: str | None
+
+
+def parse(options: Mapping[str, str]) -> Options:
+    """`model`, a folder or a hub id, must be given. Raises `ConfigError`."""
     known_options("eagle", options, *OPTIONS)
     if not options.get("model"):
         raise ConfigError("--speculate eagle must name its head, but has no model", hint="eagle:model=FOLDER_OR_HUB_ID")
@@ -285,16 +291,23 @@ def build(options: Mapping[str, str], target: Target) -> Eagle:
     aux_layers = options.get("aux_layers")
     if aux_layers is not None and aux_layers not in AUX_MEANINGS:
         raise ConfigError(f"--speculate eagle's aux_layers must be {' or '.join(AUX_MEANINGS)}, but got {aux_layers!r}")
+    return Options(options["model"], topk, steps, draft_tokens, aux_layers)
+
+
+def build(options: Mapping[str, str], target: Target) -> Eagle:
+    """Load the head and draft with it; the target must be one of our own decoders. Raises `ConfigError`."""
+    given = parse(options)
     if not isinstance(target.model, Decoder):
         raise ConfigError(
             "--speculate eagle must have a target that is one of our own model types, but this one runs through transformers",
             hint="its states and its embedding cannot be reached",
         )
-    head = load_head(options["model"], target.model, aux_layers)
-    if topk > (target.model.vocab_size if head.target_ids is None else len(head.target_ids)):
-        raise ConfigError(f"--speculate eagle's topk must be at most the head's vocabulary, but got {topk}")
-    log.event(logger, logging.INFO, f"drafting with {options['model']}", topk=topk, steps=steps, draft_tokens=draft_tokens)
-    return Eagle(head, target, topk, steps, draft_tokens)
+    head = load_head(given.model, target.model, given.aux_layers)
+    if given.topk > (target.model.vocab_size if head.target_ids is None else len(head.target_ids)):
+        raise ConfigError(f"--speculate eagle's topk must be at most the head's vocabulary, but got {given.topk}")
+    counts = {"topk": given.topk, "steps": given.steps, "draft_tokens": given.draft_tokens}
+    log.event(logger, logging.INFO, f"drafting with {given.model}", **counts)
+    return Eagle(head, target, given.topk, given.steps, given.draft_tokens)
 
 
 def _most_nodes(topk: int, steps: int) -> int:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -153,17 +154,35 @@ class Corpus:
         return tokens, (len(self._tokens) - following).clamp(max=width)
 
 
-def build(options: Mapping[str, str], target: Target) -> NGram:
-    """`--speculate ngram:width=4,min_n=1,max_n=4,corpus=FILE`; all of them may be left out."""
+@dataclass(frozen=True, slots=True)
+class Options:
+    """`--speculate ngram:width=4,min_n=1,max_n=4,corpus=FILE`; see `NGram`."""
+
+    width: int
+    min_n: int
+    max_n: int
+    corpus: Path | None
+
+
+def parse(options: Mapping[str, str]) -> Options:
+    """All of them may be left out. Raises `ConfigError`."""
     known_options("ngram", options, "width", "min_n", "max_n", "corpus")
     width = integer_option("ngram", options, "width", 4, MAX_WIDTH)
     max_n = integer_option("ngram", options, "max_n", 4, MAX_N)
     min_n = integer_option("ngram", options, "min_n", 1, max_n)
-    corpus = options.get("corpus")
-    if corpus is None:
-        return NGram(width, min_n, max_n)
-    tokens = torch.tensor(corpus_ids(Path(corpus), target), dtype=torch.int64, device=target.device)
-    return NGram(width, min_n, max_n, Corpus(tokens, max_n))
+    corpus = Path(options["corpus"]) if "corpus" in options else None
+    if corpus is not None and not corpus.is_file():
+        raise ConfigError(f"the corpus of --speculate ngram must be readable, but there is no file {str(corpus)!r}")
+    return Options(width, min_n, max_n, corpus)
+
+
+def build(options: Mapping[str, str], target: Target) -> NGram:
+    """An `NGram` of these options. Raises `ConfigError`."""
+    given = parse(options)
+    if given.corpus is None:
+        return NGram(given.width, given.min_n, given.max_n)
+    tokens = torch.tensor(corpus_ids(given.corpus, target), dtype=torch.int64, device=target.device)
+    return NGram(given.width, given.min_n, given.max_n, Corpus(tokens, given.max_n))
 
 
 def corpus_ids(path: Path, target: Target) -> list[int]:

@@ -38,8 +38,13 @@ class Off:
         return None
 
 
-def build(options: Mapping[str, str], target: Target) -> Off:
+def parse(options: Mapping[str, str]) -> None:
     """`--speculate off`; takes no options."""
     if options:
         raise ConfigError(f"--speculate off must have no options, but got {sorted(options)}")
+
+
+def build(options: Mapping[str, str], target: Target) -> Off:
+    """See `parse`."""
+    parse(options)
     return Off()

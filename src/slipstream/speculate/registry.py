@@ -1,11 +1,17 @@
-"""Finds a drafter by name: speculate/<name>.py with a `build` function. A new drafter is a new file and no edit."""
+"""Finds a drafter by name: speculate/<name>.py with two functions. A new drafter is a new file and no edit.
+
+    parse(options) -> its options, typed and checked       at once, before any model is loaded
+    build(options, target) -> the drafter                  once the target is there
+"""
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import pkgutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -66,12 +72,16 @@ def parse_spec(spec: str) -> tuple[str, dict[str, str]]:
     return name.strip(), options
 
 
+def check_spec(spec: str) -> None:
+    """Raise `ConfigError` for a `--speculate` value whose name or options are wrong, as far as that goes without a model."""
+    name, options = parse_spec(spec)
+    _module(name).parse(options)
+
+
 def build_drafter(spec: str, target: Target) -> tuple[str, Drafter]:
     """Build the drafter a `--speculate` value names; returns its name and the drafter."""
     name, options = parse_spec(spec)
-    if name not in drafter_names():
-        raise ConfigError(f"--speculate must name one of {', '.join(drafter_names())}, but got {name!r}")
-    drafter: Drafter = importlib.import_module(f"slipstream.speculate.{name}").build(options, target)
+    drafter: Drafter = _module(name).build(options, target)
     return name, drafter
 
 
@@ -80,11 +90,22 @@ def build_drafters(specs: Sequence[str], target: Target) -> dict[str, Drafter]:
     return dict(build_drafter(spec, target) for spec in specs or ("off",))
 
 
+def _module(name: str) -> Any:
+    names = drafter_names()
+    if name not in names:
+        near = difflib.get_close_matches(name, names, n=1)
+        hint = f"did you mean {near[0]}?" if near else "off is plain decoding"
+        raise ConfigError(f"--speculate must name one of {', '.join(names)}, but got {name!r}", hint=hint)
+    return importlib.import_module(f"slipstream.speculate.{name}")
+
+
 def known_options(drafter: str, options: Mapping[str, str], *names: str) -> None:
     """Raise `ConfigError` for an option that the drafter does not have."""
     for name in options:
         if name not in names:
-            raise ConfigError(f"--speculate {drafter} must have options of {', '.join(names)}, but got {name!r}")
+            near = difflib.get_close_matches(name, names, n=1)
+            hint = f"did you mean {near[0]}?" if near else None
+            raise ConfigError(f"--speculate {drafter} must have options of {', '.join(names)}, but got {name!r}", hint=hint)
 
 
 def integer_option(drafter: str, options: Mapping[str, str], name: str, default: int, most: int) -> int:
