@@ -16,6 +16,7 @@ import pytest
 from slipstream.cli import batch
 from slipstream.cli.batch_files import Todo, read_lines
 from slipstream.cli.main import main
+from slipstream.cli.table import duration_text
 from slipstream.errors import ConfigError
 from slipstream.server.serving import Backend
 from tests.server.fake_engine import load_info

@@ -65,10 +65,10 @@ def run(args: argparse.Namespace) -> int:
     from slipstream.train.pipeline import Pipeline  # imports torch
 
     meter = Meter()
+    pipeline = Pipeline(config, settings, meter)
     with deferred_stops() as stop:
-        pipeline = Pipeline(config, settings, meter, stop)
         try:
-            report = pipeline.run()
+            report = pipeline.run(stop)
         except KeyboardInterrupt:
             meter.end()
             print("hint: the same command goes on from there", file=sys.stderr)
@@ -90,7 +90,8 @@ def summary(report: Mapping[str, Any]) -> str:
         ("answers", f"{data['num_answers']}, {data['num_answer_tokens']} tokens ({reasons})"),
         (
             "head",
-            f"{report['num_parameters'] / 1e6:.1f} M weights, {data['draft_vocab_size']} ids: {data['coverage']:.1%} of the answers",
+            f"{report['num_parameters'] / 1e6:.1f} M weights, "
+            f"{data['draft_vocab_size']} ids: {data['coverage']:.1%} of the answers",
         ),
         ("training", f"{len(report['epochs'])} epochs, {report['num_steps']} steps"),
         ("right, last epoch", "  ".join(f"{one:.2f}" for one in last["accuracy"]) + "  (by step, on what it was trained on)"),
@@ -110,7 +111,7 @@ def summary(report: Mapping[str, Any]) -> str:
 
 
 class Meter:
-    """Shows how far it is on stderr: a line that is overwritten on a terminal, else one now and then. A `train.progress.Reporter`."""
+    """How far it is, on stderr: a line that is overwritten on a terminal, else one now and then; a `train.progress.Reporter`."""
 
     def __init__(self) -> None:
         self._is_terminal = sys.stderr.isatty()

@@ -185,7 +185,7 @@ def states_of(
     tokens = torch.tensor([token for text in texts for token in text.token_ids], device=device)
     _, states = trunk.forward(tokens, attention.begin(layout, kv), taps)
     assert states is not None
-    kept = [part[: text.num_rows] for part, text in zip(torch.split(states, lens), texts, strict=True)]
+    kept = [part[: text.num_rows] for part, text in zip(torch.split(states, list(lens)), texts, strict=True)]
     return torch.cat(kept)
 
 

@@ -1,7 +1,7 @@
 """The training loop. A run that was stopped and goes on makes the same head, bit for bit, as one that was not.
 
-For that, everything that decides is a function of settings and place: the order of the texts of (seed, epoch), the learning rate of
-the step; and what is not is in the checkpoint: weights, the optimizer's moments, the place, the sums of losses.
+What decides follows from settings and place (the order of the texts from seed and epoch, the learning rate from the step), or
+lies in the checkpoint: weights, the optimizer's moments, the place, the sums of losses.
 """
 
 from __future__ import annotations

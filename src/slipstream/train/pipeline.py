@@ -65,17 +65,15 @@ class Pipeline:
         config: model and engine. Its drafters, if any, write the answers; the head is measured without them.
         settings: how the head is made.
         reporter: is told what happens.
-        stop: set it to stop: the stage that runs ends at its next step with `KeyboardInterrupt`.
 
     Raises `ConfigError` or `ModelError` for whatever cannot work, `SlipstreamError` for what fails on the way.
     """
 
-    def __init__(self, config: EngineConfig, settings: TrainSettings, reporter: Reporter, stop: threading.Event) -> None:
+    def __init__(self, config: EngineConfig, settings: TrainSettings, reporter: Reporter) -> None:
         check_startup(config)
         self._config = config
         self._settings = settings
         self._reporter = reporter
-        self._stop = stop
         prompts = read_prompts(settings.prompts)
         chosen = prompts[: settings.num_prompts]
         if settings.num_prompts is not None and len(prompts) < settings.num_prompts:
@@ -94,24 +92,27 @@ class Pipeline:
         self._made_of = {**data, **settings.of_training()}
         self._say_sizes(len(prompts), len(chosen))
 
-    def run(self) -> dict[str, Any]:
-        """Make the head, or what is left to do; returns the report, which is also in report.json."""
+    def run(self, stop: threading.Event) -> dict[str, Any]:
+        """Make the head, or what is left to do; returns the report, which is also in report.json.
+
+        Once `stop` is set, the stage that runs ends at its next step with `KeyboardInterrupt`; what it did is kept.
+        """
         folder = self._folder
         report = folder.read(folder.report)
         if report is not None and report.get("settings") == self._made_of and folder.head.is_dir():
             return report
         if self._config.num_threads is not None:
             torch.set_num_threads(self._config.num_threads)
-        answers = self._answers()
+        answers = self._answers(stop)
         texts = [Text(one.prompt_token_ids + one.token_ids, len(one.prompt_token_ids)) for one in answers]
         useful = [text for text in texts if text.is_useful]
         if not useful:
             raise ConfigError("the answers must have two tokens or more, but none has", hint="--max-tokens, or other prompts")
-        store = self._features(useful)
+        store = self._features(useful, stop)
         vocabulary = self._vocabulary(useful)
         with folder.timed("training"):
             trainer = self._trainer(store, vocabulary)
-            trainer.run(self._reporter, self._stop)
+            trainer.run(self._reporter, stop)
         export(trainer.head, vocabulary, self._target, folder.head, EXPORT_DTYPE)
         measured = None
         if self._data.held_out:
@@ -123,7 +124,7 @@ class Pipeline:
                     self._data.held_out[:MOST_MEASURED],
                     self._settings.unroll,
                     self._reporter,
-                    self._stop,
+                    stop,
                 )
         return self._report(answers, useful, vocabulary, trainer, measured)
 
@@ -137,6 +138,11 @@ class Pipeline:
         model = self._loaded.model
         assert isinstance(model, Decoder)  # `_trainable` has seen to it
         return model
+
+    @property
+    def _num_known_ids(self) -> int:
+        text = self._checkpoint.text
+        return min(text.vocab_size, text.tokenizer.vocab_size)
 
     @cached_property
     def _device(self) -> torch.device:
@@ -193,13 +199,13 @@ class Pipeline:
         rows = sum(len(one.prompt_token_ids) + settings.max_tokens for one in data.train.values())
         size = disk_bytes(rows, self._target.hidden_size, getattr(torch, settings.feature_dtype))
         self._reporter.line(f"the target's states will take at most {size / 1e6:.0f} MB in {self._folder.features}")
-        shape = _head_shape(self._target, settings.draft_vocab_size)
+        shape = _head_shape(self._target, min(settings.draft_vocab_size, self._num_known_ids))
         hidden, dim = shape.hidden_size, shape.head_dim
         attention = hidden * dim * (3 * shape.num_heads + 4 * shape.num_kv_heads)
         weights = 3 * hidden**2 + attention + 3 * hidden * shape.intermediate_size + hidden * shape.draft_vocab_size
         self._reporter.line(f"the head has about {weights / 1e6:.1f} M weights; training it takes {weights * 16 / 1e6:.0f} MB")
 
-    def _answers(self) -> list[Answer]:
+    def _answers(self, stop: threading.Event) -> list[Answer]:
         requests = self._data.train
         file = AnswerFile(self._folder.answers, {key: one.prompt_token_ids for key, one in requests.items()})
         try:
@@ -207,12 +213,12 @@ class Pipeline:
                 with self._folder.timed("answers"):
                     engine = engine_around(self._loaded, self._config)
                     width = self._config.max_num_seqs
-                    collect(file, engine, requests, self._frontend.info.tokenizer, width, self._reporter, self._stop)
+                    collect(file, engine, requests, self._frontend.info.tokenizer, width, self._reporter, stop)
             return file.in_order()
         finally:
             file.close()
 
-    def _features(self, texts: Sequence[Text]) -> FeatureStore:
+    def _features(self, texts: Sequence[Text], stop: threading.Event) -> FeatureStore:
         dtype = getattr(torch, self._settings.feature_dtype)
         store = FeatureStore(self._folder.features, texts, self._target.hidden_size, dtype)
         rows = sum(text.num_rows for text in texts)
@@ -222,13 +228,12 @@ class Pipeline:
             store.check_disk()
             attention = attention_backend(self._config.attention_backend)
             with self._folder.timed("features"):
-                store.compute(self._model, attention, self._device, self._reporter, self._stop)
+                store.compute(self._model, attention, self._device, self._reporter, stop)
         return store
 
     def _vocabulary(self, texts: Sequence[Text]) -> DraftVocabulary:
-        text = self._checkpoint.text
-        known = min(text.vocab_size, text.tokenizer.vocab_size)
-        found = choose_vocabulary(texts, self._settings.draft_vocab_size, text.eos_token_ids, known, text.vocab_size)
+        text, size = self._checkpoint.text, self._settings.draft_vocab_size
+        found = choose_vocabulary(texts, size, text.eos_token_ids, self._num_known_ids, text.vocab_size)
         self._reporter.line(
             f"draft vocabulary: {len(found.target_ids)} of {text.vocab_size} ids, {found.coverage:.1%} of the answers' tokens"
         )

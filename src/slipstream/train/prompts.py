@@ -69,7 +69,8 @@ def split(prompts: Sequence[Prompt], share: float) -> tuple[list[Prompt], list[P
         return list(prompts), []
     place = {prompt.key: int.from_bytes(_hash(f"held out {prompt.key}"), "big") / 2**64 for prompt in prompts}
     held_out = [prompt for prompt in prompts if place[prompt.key] < share] or [min(prompts, key=lambda one: place[one.key])]
-    left = [prompt for prompt in prompts if prompt not in held_out]
+    keys = {prompt.key for prompt in held_out}
+    left = [prompt for prompt in prompts if prompt.key not in keys]
     if not left:
         raise ConfigError(f"--prompts must hold more than the prompts that are held out, but got {len(prompts)} in all")
     return left, held_out
