@@ -133,7 +133,9 @@ class Trainer:
         self._draft_ids = draft_ids.to(self._device)
         self._settings = settings
         self._checkpoint = checkpoint
-        self._optimizer = torch.optim.AdamW(head.parameters(), lr=settings.learning_rate, betas=BETAS, weight_decay=0.01)
+        self._optimizer = torch.optim.AdamW(
+            head.parameters(), lr=settings.learning_rate, betas=BETAS, weight_decay=0.01, fused=True
+        )
         self._epochs = [batches(store.texts, settings.batch_tokens, settings.seed, epoch) for epoch in range(settings.epochs)]
         if checkpoint.exists():
             self._load()

@@ -242,16 +242,23 @@ def _attend(
     kv_heads = key.shape[1]
     query = query.view(num_chains, kv_heads, num_heads // kv_heads, dim) * dim**-0.5
     own = [torch.einsum("ckgd,ckd->kgc", query, one) for one in own_keys]  # a chain sees its own alone: one product each
-    parts = []
-    for row, stop, chain, chain_stop in batch.spans:
-        scores = torch.einsum("ckgd,rkd->kgcr", query[chain:chain_stop], key[row:stop])
+    # Split, not sliced: gradients of slices are whole tensors of zeros, one for each text.
+    row_lens = [stop - row for row, stop, _, _ in batch.spans]
+    chain_lens = [stop - chain for _, _, chain, stop in batch.spans]
+    queries, keys, values = query.split(chain_lens), key.split(row_lens), value.split(row_lens)
+    later = [one.split(chain_lens, -1) for one in own]
+    mixed, weights_of_own = [], []
+    for place, (row, stop, chain, chain_stop) in enumerate(batch.spans):
+        scores = torch.einsum("ckgd,rkd->kgcr", queries[place], keys[place])
         unseen = torch.arange(row, stop, device=key.device) > batch.chains[chain:chain_stop, None]
         scores = scores.masked_fill(unseen, -torch.inf)
-        later = [one[..., chain:chain_stop, None] for one in own]
-        weights = torch.cat((scores, *later), -1).softmax(-1)
-        mixed = torch.einsum("kgcr,rkd->ckgd", weights[..., : stop - row], value[row:stop])
-        for place, one in enumerate(own_values):
-            weight = weights[..., stop - row + place].permute(2, 0, 1)[..., None]
-            mixed = mixed + weight * one[chain:chain_stop, :, None]
-        parts.append(mixed)
-    return torch.cat(parts).reshape(num_chains, num_heads * dim)
+        weights = torch.cat((scores, *(one[place][..., None] for one in later)), -1).softmax(-1)
+        first, rest = weights.split([stop - row, len(own)], -1)
+        mixed.append(torch.einsum("kgcr,rkd->ckgd", first, values[place]))
+        weights_of_own.append(rest)
+    out = torch.cat(mixed)
+    if own:
+        rest = torch.cat(weights_of_own, 2)  # [kv_heads, groups, C, later steps]
+        for weight, one in zip(rest.unbind(-1), own_values, strict=True):
+            out = out + weight.permute(2, 0, 1)[..., None] * one[:, :, None]
+    return out.reshape(num_chains, num_heads * dim)

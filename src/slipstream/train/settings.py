@@ -48,7 +48,7 @@ class TrainSettings:
     unroll: int = 3
     epochs: int = 4
     learning_rate: float = 1e-3
-    batch_tokens: int = 2048
+    batch_tokens: int = 1024
     seed: int = 0
 
     def __post_init__(self) -> None:
