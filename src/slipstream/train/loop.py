@@ -7,6 +7,7 @@ lies in the checkpoint: weights, the optimizer's moments, the place, the sums of
 from __future__ import annotations
 
 import math
+import pickle
 import threading
 import time
 from collections.abc import Sequence
@@ -169,11 +170,12 @@ class Trainer:
                 losses, right = (" ".join(f"{one:.2f}" for one in shown[name]) for name in ("loss", "accuracy"))
                 reporter.line(f"epoch {place.epoch + 1} of {len(self._epochs)}: loss {losses}, right {right} (by step)")
                 place.epoch, place.batch = place.epoch + 1, 0
-            if is_end or stop.is_set() or time.monotonic() - saved >= SAVE_EVERY_S:
+            is_stopping = stop.is_set()  # asked once: what is not saved must not be left
+            if is_end or is_stopping or time.monotonic() - saved >= SAVE_EVERY_S:
                 self.save()
                 saved = time.monotonic()
             reporter.at(self.num_done, f"loss {loss:.2f}")
-            if stop.is_set() and place.epoch < len(self._epochs):
+            if is_stopping and place.epoch < len(self._epochs):
                 raise KeyboardInterrupt
         reporter.end()
 
@@ -216,8 +218,8 @@ class Trainer:
             self._optimizer.load_state_dict(state["optimizer"])
             tallies = [Tally(*one) for one in state["tallies"]]
             self.place = Place(state["epoch"], state["batch"], tallies)
-        except (OSError, RuntimeError, ValueError, LookupError, TypeError) as error:
+        except (OSError, RuntimeError, ValueError, LookupError, TypeError, pickle.UnpicklingError) as error:
             raise ModelError(
-                f"{self._checkpoint} must be a checkpoint of this head, but is not: {error}",
+                f"{self._checkpoint} must be a checkpoint of this head, but is not: {str(error).splitlines()[0]}",
                 hint=f"remove {self._checkpoint.parent} to train anew",
             ) from None
