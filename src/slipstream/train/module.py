@@ -245,15 +245,15 @@ def _attend(
     # Split, not sliced: gradients of slices are whole tensors of zeros, one for each text.
     row_lens = [stop - row for row, stop, _, _ in batch.spans]
     chain_lens = [stop - chain for _, _, chain, stop in batch.spans]
-    queries, keys, values = query.split(chain_lens), key.split(row_lens), value.split(row_lens)
-    later = [one.split(chain_lens, -1) for one in own]
+    queries, keys, values = torch.split(query, chain_lens), torch.split(key, row_lens), torch.split(value, row_lens)
+    later = [torch.split(one, chain_lens, -1) for one in own]
     mixed, weights_of_own = [], []
     for place, (row, stop, chain, chain_stop) in enumerate(batch.spans):
         scores = torch.einsum("ckgd,rkd->kgcr", queries[place], keys[place])
         unseen = torch.arange(row, stop, device=key.device) > batch.chains[chain:chain_stop, None]
         scores = scores.masked_fill(unseen, -torch.inf)
         weights = torch.cat((scores, *(one[place][..., None] for one in later)), -1).softmax(-1)
-        first, rest = weights.split([stop - row, len(own)], -1)
+        first, rest = torch.split(weights, [stop - row, len(own)], -1)
         mixed.append(torch.einsum("kgcr,rkd->ckgd", first, values[place]))
         weights_of_own.append(rest)
     out = torch.cat(mixed)
