@@ -113,8 +113,7 @@ def test_another_command_in_the_same_folder_is_told_what_differs(tmp_path: Path,
     assert main(command(prompts, out, model=str(link))) == 0  # the same files by another name
 
 
-@pytest.mark.parametrize("which", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_it_cleanly_and_the_same_command_goes_on(which: signal.Signals, tmp_path: Path) -> None:
+def test_a_signal_ends_it_cleanly_and_keeps_what_was_done(tmp_path: Path) -> None:
     prompts, out = write_prompts(tmp_path / "prompts.jsonl"), tmp_path / "out"
     argv = command(prompts, out, "--epochs", "2000")
     process = subprocess.Popen(
@@ -124,7 +123,7 @@ def test_a_signal_ends_it_cleanly_and_the_same_command_goes_on(which: signal.Sig
     for line in process.stderr:
         if line.startswith("epoch 2 "):
             break
-    process.send_signal(which)
+    process.send_signal(signal.SIGTERM)
     rest = process.stderr.read()
     assert process.wait(60) == 130
     assert "hint: the same command goes on from there" in rest
