@@ -1,4 +1,4 @@
-"""What a terminal needs: a bar that shows loading, and a Ctrl-C that waits for a safe moment."""
+"""What a terminal needs: a bar that shows loading, and signals that wait for a safe moment."""
 
 from __future__ import annotations
 
@@ -44,3 +44,24 @@ def deferred_interrupts() -> Iterator[threading.Event]:
         yield interrupted
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@contextmanager
+def deferred_stops() -> Iterator[threading.Event]:
+    """As `deferred_interrupts`, for Ctrl-C and SIGTERM alike: what runs for hours is stopped by both."""
+    stopped = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield stopped  # signals are not ours
+        return
+
+    def note(signum: int, frame: FrameType | None) -> None:
+        if stopped.is_set():
+            raise KeyboardInterrupt
+        stopped.set()
+
+    before = {signum: signal.signal(signum, note) for signum in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stopped
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)

@@ -16,6 +16,7 @@ import pytest
 from slipstream.cli import batch
 from slipstream.cli.batch_files import Todo, read_lines
 from slipstream.cli.main import main
+from slipstream.cli.table import duration_text
 from slipstream.errors import ConfigError
 from slipstream.server.serving import Backend
 from tests.server.fake_engine import load_info
@@ -306,5 +307,5 @@ def test_the_meter() -> None:
         meter.answered(5, failed=False)
     meter.answered(0, failed=True)
     assert meter.text(10.5) == "batch: 41 of 100, 1 failed, 9.5 tok/s, 30 s left"
-    assert batch._duration(600) == "10 min"
-    assert batch._duration(36000) == "10.0 h"
+    assert duration_text(600) == "10 min"
+    assert duration_text(36000) == "10.0 h"

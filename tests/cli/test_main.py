@@ -69,7 +69,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (
             ["srve"],
-            "a command must be one of serve, run, chat, bench, pull, ls, show, rm, config, doctor, but got 'srve'",
+            "a command must be one of serve, run, chat, bench, train-draft, pull, ls, show, rm, config, doctor, but got 'srve'",
             "slipstream --help",
         ),
         (["serve", "--page-sise", "3"], "an argument must be one that slipstream serve knows", "did you mean --page-size?"),

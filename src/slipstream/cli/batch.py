@@ -19,6 +19,7 @@ import msgspec
 
 from slipstream.cli.batch_files import Line, Todo, read_lines
 from slipstream.cli.progress import progress
+from slipstream.cli.table import duration_text
 from slipstream.config import EngineConfig
 from slipstream.errors import EngineBusy, EngineDead, InvalidRequest
 from slipstream.server.app import create_app
@@ -96,7 +97,7 @@ class Meter:
         parts.append(f"{self._num_tokens / max(seconds, 1e-9):.1f} tok/s")
         left = self._num_lines - self.num_done
         if left and self.num_done > self._num_before:
-            parts.append(f"{_duration(seconds * left / (self.num_done - self._num_before))} left")
+            parts.append(f"{duration_text(seconds * left / (self.num_done - self._num_before))} left")
         return ", ".join(parts)
 
 
@@ -185,9 +186,3 @@ def _streams(line: Line) -> InvalidRequest | None:
         if isinstance(body, dict) and body.get("stream") is True:
             return InvalidRequest(f"line {line.number}: stream must be left out of a batch, but got true")
     return None
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"

@@ -95,7 +95,7 @@ def sampling_fields(args: argparse.Namespace) -> dict[str, Any]:
     Raises `ConfigError` for what is no number and `InvalidParameter` for one that cannot hold.
     """
     given = vars(args)
-    fields = {name: _number(flag_name(name), given[name], kind) for name, kind, _ in SAMPLING_FLAGS if name in given}
+    fields = {name: number(flag_name(name), given[name], kind) for name, kind, _ in SAMPLING_FLAGS if name in given}
     return checked(fields | ({"stop": given["stop"]} if "stop" in given else {}))
 
 
@@ -108,7 +108,7 @@ def sampling_field(name: str, text: str) -> Any:
         if text not in ("on", "off"):
             raise ConfigError(f"{name} must be on or off, but got {text!r}")
         return text == "on"
-    return _number(name, text, kind)
+    return number(name, text, kind)
 
 
 def known_sampling(name: str) -> type:
@@ -127,7 +127,8 @@ def checked(fields: Mapping[str, Any]) -> dict[str, Any]:
     return dict(fields)
 
 
-def _number(name: str, value: Any, kind: type) -> Any:
+def number(name: str, value: Any, kind: type) -> Any:
+    """`value` as an int or float, a bool as it is. Raises `ConfigError` naming the flag."""
     if kind is bool:
         return value
     try:

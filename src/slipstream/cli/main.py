@@ -14,13 +14,14 @@ import slipstream
 from slipstream.cli.parser import Parser
 from slipstream.errors import ConfigError, InvalidRequest, SlipstreamError
 
-# Each is a module slipstream.cli.<name> with a docstring and an EXAMPLE for --help, `add_arguments(parser)` and
+# Each is a module slipstream.cli.<name>, - as _, with a docstring and an EXAMPLE for --help, `add_arguments(parser)` and
 # `run(args) -> exit code`.
 COMMANDS = {
     "serve": "serve a model to OpenAI clients",
     "run": "answer one prompt, or a file of requests",
     "chat": "talk to a model in the terminal",
     "bench": "measure latency, throughput, and whether drafting pays",
+    "train-draft": "make a draft head for a model",
     "pull": "fetch a model without loading it",
     "ls": "list fetched models",
     "show": "describe a model without loading it",
@@ -56,7 +57,7 @@ def report(error: SlipstreamError) -> None:
 def _dispatch(argv: list[str]) -> int:
     if argv and argv[0] in COMMANDS:
         name = argv[0]
-        module = importlib.import_module(f"slipstream.cli.{name}")
+        module = importlib.import_module(f"slipstream.cli.{name.replace('-', '_')}")
         parser = Parser(prog=f"slipstream {name}", description=module.__doc__, epilog=f"example:\n  {module.EXAMPLE}")
         module.add_arguments(parser)
         return int(module.run(parser.parse_args(argv[1:])))
@@ -71,7 +72,7 @@ def _dispatch(argv: list[str]) -> int:
 
 
 def _command_list() -> str:
-    return "commands:\n" + "\n".join(f"  {name:8}{summary}" for name, summary in COMMANDS.items())
+    return "commands:\n" + "\n".join(f"  {name:13}{summary}" for name, summary in COMMANDS.items())
 
 
 if __name__ == "__main__":

@@ -34,6 +34,13 @@ def count_text(count: int) -> str:
     return f"{count / 10**6:.0f}M" if count < 10**9 else f"{count / 10**9:.2f}B"
 
 
+def duration_text(seconds: float) -> str:
+    """How long something takes: 40 s, 12 min, 2.3 h."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+
+
 def ago_text(seconds: float) -> str:
     """How long ago: just now, 5 minutes ago, 3 days ago."""
     for unit, length in (("day", 86400), ("hour", 3600), ("minute", 60)):

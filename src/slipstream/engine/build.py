@@ -66,21 +66,30 @@ def build_engine(config: EngineConfig, on_progress: Callable[[str, float], None]
     check_startup(config)
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
-    device = pick_device(config.device)
-    loaded = load(config.model, dtype=config.dtype, device=device, max_context=config.max_model_len, on_progress=on_progress)
+    loaded = load_configured(config, on_progress)
     if on_progress is not None:
         on_progress("building engine", 0.0)
-    engine = assemble_engine(
+    return engine_around(loaded, config), loaded
+
+
+def load_configured(config: EngineConfig, on_progress: Callable[[str, float], None] | None = None) -> LoadedModel:
+    """Load the configured model to the configured device."""
+    device = pick_device(config.device)
+    return load(config.model, dtype=config.dtype, device=device, max_context=config.max_model_len, on_progress=on_progress)
+
+
+def engine_around(loaded: LoadedModel, config: EngineConfig) -> Engine:
+    """The configured engine around a model that `load_configured` loaded; several may follow each other around one."""
+    return assemble_engine(
         loaded.model,
         config,
         eos_token_ids=loaded.eos_token_ids,
         stop_text=lambda request: StopScanner(loaded.tokenizer, request.params),
         context_len=loaded.context_len,
-        device=device,
+        device=pick_device(config.device),
         num_parameters=loaded.num_parameters,
         tokenizer=loaded.tokenizer,
     )
-    return engine, loaded
 
 
 def assemble_engine(
