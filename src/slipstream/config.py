@@ -155,6 +155,11 @@ class EngineConfig(BaseModel):
     )
     log_json: bool = _setting("Logging", False, "Log one JSON object a line.")
 
+    @property
+    def can_draft(self) -> bool:
+        """Whether a drafter is named, `off` not counted."""
+        return any(spec.partition(":")[0].strip() != "off" for spec in self.speculate)
+
     @model_validator(mode="wrap")
     @classmethod
     def _speak_our_grammar(cls, data: Any, handler: ModelWrapValidatorHandler[Self], info: ValidationInfo) -> Self:

@@ -231,6 +231,36 @@ class TokenLogprobs:
     rank: int = 0
 
 
+@dataclass(slots=True)
+class DraftCounts:
+    """What the drafts of one drafter came to.
+
+    Attributes:
+        num_drafts: steps of a request that verified a draft of it.
+        num_drafted: tokens (nodes of a tree) in these drafts.
+        num_accepted: tokens of them that were accepted and kept: they stand in the answer.
+        accepted_at: entry i: drafts of which i + 1 tokens or more were.
+    """
+
+    num_drafts: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
+    accepted_at: list[int] = field(default_factory=list)
+
+    def add(self, num_drafted: int, num_accepted: int) -> None:
+        """A draft of `num_drafted` nodes was verified."""
+        self.merge(DraftCounts(1, num_drafted, num_accepted, [1] * num_accepted))
+
+    def merge(self, other: DraftCounts) -> None:
+        """Count what `other` counted, too."""
+        self.num_drafts += other.num_drafts
+        self.num_drafted += other.num_drafted
+        self.num_accepted += other.num_accepted
+        self.accepted_at.extend([0] * (len(other.accepted_at) - len(self.accepted_at)))
+        for position, count in enumerate(other.accepted_at):
+            self.accepted_at[position] += count
+
+
 @dataclass(frozen=True, slots=True)
 class EngineOutput:
     """News of one request: the tokens of one settled step, already cut. The last one carries `finish_reason`.
@@ -240,6 +270,7 @@ class EngineOutput:
     `error` is (class name in slipstream.errors, message) with finish_reason ERROR.
     `prompt_logprobs` comes once, with the first output behind the prompt: one entry for each prompt token but the first.
     `queue_s`: seconds from its arrival to its first admission; `num_retractions`: how often it lost its slot under pressure.
+    `drafting`, by drafter, comes with the last output alone.
     """
 
     request_id: str
@@ -255,11 +286,12 @@ class EngineOutput:
     queue_s: float = 0.0
     num_retractions: int = 0
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    drafting: Mapping[str, DraftCounts] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One finished (or growing) answer."""
+    """One finished (or growing) answer. `drafting`: what drafts came to, by drafter, once it has finished."""
 
     index: int
     text: str = ""
@@ -267,6 +299,7 @@ class CompletionOutput:
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    drafting: Mapping[str, DraftCounts] = field(default_factory=dict)
 
 
 @dataclass(slots=True)

@@ -18,7 +18,7 @@ from slipstream.speculate.registry import Target
 from slipstream.testing.byte_tokenizer import ByteTokenizer
 from slipstream.text.detokenize import StopScanner
 from slipstream.text.tokenizer import Tokenizer
-from slipstream.types import EngineRequest, FinishReason, SamplingParams, TokenLogprobs
+from slipstream.types import DraftCounts, EngineRequest, FinishReason, SamplingParams, TokenLogprobs
 
 DrafterFactory = Callable[[Target], Drafter]
 EOS = 3
@@ -51,6 +51,7 @@ class Answer:
     terminal_events: int = 0
     num_drafted: int = 0
     num_accepted: int = 0
+    drafting: Mapping[str, DraftCounts] = field(default_factory=dict)
     prompt_logprobs: list[TokenLogprobs] | None = None
     num_cached_tokens: int = 0
     num_retractions: int = 0
@@ -117,6 +118,7 @@ def collect(engine: Engine, answers: dict[str, Answer]) -> None:
             answer.finish_reason, answer.stop_reason, answer.error = output.finish_reason, output.stop_reason, output.error
             answer.terminal_events += 1
             answer.num_drafted, answer.num_accepted = output.num_drafted, output.num_accepted
+            answer.drafting = output.drafting
             answer.num_cached_tokens, answer.num_retractions = output.num_cached_tokens, output.num_retractions
 
 

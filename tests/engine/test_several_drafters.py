@@ -18,7 +18,7 @@ from slipstream.speculate.draft_model import DraftModel
 from slipstream.speculate.ngram import NGram
 from slipstream.testing.drafters import DrafterFactory
 from slipstream.testing.hash_lm import HashLM
-from slipstream.types import SamplingParams
+from slipstream.types import DraftCounts, SamplingParams
 from tests.engine.harness import Answer, Job, assert_equal, collect, drain, make_engine, reference, run_on
 from tests.fuzz.cached import check_cached
 from tests.speculate.eagle_heads import eagle
@@ -69,12 +69,21 @@ def engine_of(names: tuple[str, ...], **how: Any) -> Engine:
 def test_who_comes_back_has_caught_up(lag: int, page_size: int, budget: int) -> None:
     """A draft model's KV is filled in, in one piece or in what the budget leaves; then all it says is right again."""
     engine = engine_of(("model", "head", "ngram"), lag=lag, page_size=page_size, chunk=budget, chooser=Turns)
-    assert_equal(run_on(engine, JOBS), reference(MODEL, JOBS, eos=()), (lag, page_size, budget))
+    answers = run_on(engine, JOBS)
+    assert_equal(answers, reference(MODEL, JOBS, eos=()), (lag, page_size, budget))
     drafting = engine.stats().drafting
     assert drafting["ngram"].num_drafts and drafting["head"].num_drafts
-    mine = drafting["model"]
-    assert mine.num_drafts > (2 if budget == 16 else 10)
-    assert mine.num_accepted >= mine.num_drafted - 3 * len(JOBS), "only the end of an answer may cut a draft"
+    for name, total in drafting.items():  # what is said of each request adds up to what is said of all
+        mine = DraftCounts()
+        for answer in answers:
+            mine.merge(answer.drafting.get(name, DraftCounts()))
+        assert (mine.num_drafts, mine.num_drafted) == (total.num_drafts, total.num_drafted)
+        assert mine.num_accepted == total.num_accepted == sum(total.accepted_at) and mine.accepted_at == total.accepted_at
+    for answer in answers:
+        assert sum(one.num_accepted for one in answer.drafting.values()) == answer.num_accepted < len(answer.token_ids)
+    model = drafting["model"]
+    assert model.num_drafts > (2 if budget == 16 else 10)
+    assert model.num_accepted >= model.num_drafted - 3 * len(JOBS), "only the end of an answer may cut a draft"
 
 
 @pytest.mark.parametrize("names", [("ngram", "model"), ("model", "ngram"), ("ngram", "head", "model")])

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import pytest
 from slipstream.errors import ConfigError, ContextLengthExceeded, EngineDead, InvalidParameter, InvalidRequest, NonFiniteLogits
 from slipstream.frontend.model_info import ModelInfo
 from slipstream.llm import LLM
+from slipstream.testing.tiny import tiny_checkpoint
 from slipstream.types import EngineOutput, EngineRequest, FinishReason, SamplingParams
 from tests.frontend.engine_double import settled
 from tests.text.vocabularies import END, EOS, FakeTokenizer
@@ -285,3 +287,16 @@ def test_the_front_imports_no_torch() -> None:
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_an_answer_says_what_its_drafts_came_to() -> None:
+    """The draft model is the target: nearly all it says is accepted."""
+    path = str(tiny_checkpoint("llama"))
+    how: dict[str, Any] = {"dtype": "float64", "adaptive_speculation": False, "num_threads": 1}
+    with LLM(path, speculate=(f"draft_model:model={path},width=3",), **how) as llm:
+        params = SamplingParams(max_tokens=21, temperature=0, ignore_eos=True)
+        drafted, plain = llm.generate(["one two"] * 2, [params, SamplingParams(**{**asdict(params), "speculate": 0})])
+    (mine,) = drafted.outputs[0].drafting.values()
+    assert list(drafted.outputs[0].drafting) == ["draft_model"] and 12 <= mine.num_accepted <= mine.num_drafted
+    assert mine.num_accepted == sum(mine.accepted_at) and mine.num_drafts == mine.accepted_at[0]
+    assert plain.outputs[0].drafting == {} and plain.outputs[0].token_ids == drafted.outputs[0].token_ids

@@ -38,8 +38,8 @@ def whole(server: LiveServer, **fields: Any) -> Any:
 
 
 def without_cached(usage: dict[str, Any]) -> dict[str, Any]:
-    """Usage but for what depends on the calls before."""
-    return {name: value for name, value in usage.items() if name != "prompt_tokens_details"}
+    """Usage but for what depends on the calls before, and on the drafter."""
+    return {name: value for name, value in usage.items() if not name.endswith("_details")}
 
 
 def an_end(server: LiveServer) -> str:
@@ -68,6 +68,29 @@ def test_s06_one_answer_and_one_count_in_all_forms(real_server: LiveServer, draf
     assert texts(events) == {0: text} and finish_reasons(events) == {0: reason}
     assert [without_cached(event["usage"]) for event in events if event["usage"]] == [usage] and events[-1]["choices"] == []
     assert sum(len(event["choices"][0]["logprobs"]["tokens"]) for event in events[:-1]) == usage["completion_tokens"]
+
+
+def test_usage_says_what_drafts_came_to(real_server: LiveServer, drafting: LiveServer) -> None:
+    """Whole and in a stream, over all choices, by drafter where it was asked for; plain decoding says nothing of drafts."""
+    fields: dict[str, Any] = {"temperature": 0, "max_tokens": 40, "ignore_eos": True, "n": 2}
+    usage = drafting.complete(PROMPT, include_draft_details=True, **fields).json()["usage"]
+    totals, details = usage["completion_tokens_details"], usage["draft_details"]
+    ((name, mine),) = details.items()
+    assert name in ("draft_model", "ngram") and mine["accepted"] == sum(mine["accepted_by_position"])
+    assert totals == {
+        "accepted_prediction_tokens": mine["accepted"],
+        "rejected_prediction_tokens": mine["drafted"] - mine["accepted"],
+    }
+    if name == "draft_model":
+        assert 0.5 * 80 < mine["accepted"] < 80 and len(mine["accepted_by_position"]) == 7
+    events = complete_events(drafting.complete(PROMPT, include_draft_details=True, **USAGE, **fields))
+    assert set(events[-1]["usage"]) == set(usage) and events[-1]["usage"]["completion_tokens"] == 80
+    assert events[-1]["usage"]["draft_details"][name]["accepted"] > 0
+    chat = drafting.chat("hello", max_tokens=20, ignore_eos=True, speculate=False, include_draft_details=True).json()["usage"]
+    assert chat["draft_details"] == {} and set(chat["completion_tokens_details"].values()) == {0}
+    assert "draft_details" not in drafting.complete(PROMPT, **fields).json()["usage"]
+    plain = real_server.complete(PROMPT, **fields).json()["usage"]
+    assert "completion_tokens_details" not in plain and "draft_details" not in plain
 
 
 def test_a13_ignore_eos_on_chat(drafting: LiveServer) -> None:

@@ -71,7 +71,9 @@ def test_prompts_of_no_known_form(prompt: Any) -> None:
 )
 def test_stream_options(stream: Any, options: Any, wanted: tuple[bool, bool]) -> None:
     call = chat_call({**CHAT, "stream": stream, "stream_options": options})
-    assert (call.stream, call.include_usage) == wanted
+    assert (call.stream, call.include_usage, call.include_draft_details) == (*wanted, False)
+    wants = chat_call({**CHAT, "stream": True, "stream_options": {"include_usage": True}, "include_draft_details": True})
+    assert wants.include_draft_details and chat_call({**CHAT, "include_draft_details": True}).include_draft_details
 
 
 @pytest.mark.parametrize(
@@ -83,6 +85,8 @@ def test_stream_options(stream: Any, options: Any, wanted: tuple[bool, bool]) ->
         ({"stream": True, "stream_options": []}, "stream_options"),
         ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
         ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "stream_options.continuous_usage_stats"),
+        ({"include_draft_details": 1}, "include_draft_details"),
+        ({"include_draft_details": True, "stream": True}, "include_draft_details"),
         ({"model": 5}, "model"),
         ({"model": None}, "model"),
         ({"messages": None}, "messages"),

@@ -12,7 +12,7 @@ from slipstream.frontend.assemble import Delta
 from slipstream.server.logprobs import MIN_LOGPROB, token_name
 from slipstream.server.shapes import ChatShape, CompletionShape, usage_object
 from slipstream.testing.byte_tokenizer import EOS_ID, ByteTokenizer
-from slipstream.types import SamplingParams, TokenLogprobs
+from slipstream.types import DraftCounts, SamplingParams, TokenLogprobs
 
 TOKENIZER = ByteTokenizer()
 EURO = "€".encode()
@@ -104,3 +104,27 @@ def test_a_piece_without_text_is_sent_for_its_logprobs_or_its_end() -> None:
 def test_usage() -> None:
     usage = usage_object(5, 7, 2)
     assert usage["total_tokens"] == 12 and usage["prompt_tokens_details"] == {"cached_tokens": 2}
+    assert "completion_tokens_details" not in usage and "draft_details" not in usage
+    assert usage_object(5, 7, 2, None, with_draft_details=True)["draft_details"] == {}
+
+
+def test_usage_of_drafts() -> None:
+    drafting = {"a": DraftCounts(2, 6, 3, [2, 1]), "b": DraftCounts(1, 4, 0)}
+    usage = usage_object(5, 7, 2, drafting)
+    assert usage["completion_tokens_details"] == {"accepted_prediction_tokens": 3, "rejected_prediction_tokens": 7}
+    assert "draft_details" not in usage
+    assert usage_object(5, 7, 2, drafting, with_draft_details=True)["draft_details"] == {
+        "a": {"drafted": 6, "accepted": 3, "accepted_by_position": [2, 1]},
+        "b": {"drafted": 4, "accepted": 0, "accepted_by_position": []},
+    }
+    none = usage_object(5, 7, 2, {})["completion_tokens_details"]
+    assert none == {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0}
+
+
+def test_draft_counts() -> None:
+    counts = DraftCounts()
+    for drafted, accepted in ((4, 2), (4, 0), (3, 3), (1, 1)):
+        counts.add(drafted, accepted)
+    assert counts == DraftCounts(4, 12, 6, [3, 2, 1])
+    counts.merge(DraftCounts(1, 5, 4, [1, 1, 1, 1]))
+    assert counts == DraftCounts(5, 17, 10, [4, 3, 2, 1])

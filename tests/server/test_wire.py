@@ -9,7 +9,7 @@ import pytest
 
 from slipstream.engine.stats import EngineStats
 from slipstream.server import wire
-from slipstream.types import EngineOutput, EngineRequest, FinishReason, SamplingParams, TokenLogprobs
+from slipstream.types import DraftCounts, EngineOutput, EngineRequest, FinishReason, SamplingParams, TokenLogprobs
 
 PARAMS = SamplingParams(
     temperature=0.5, seed=-5, stop=("a", "ü"), stop_token_ids=(7,), logit_bias={3: -1.5}, logprobs=2, allowed_token_ids=(1, 2)
@@ -36,7 +36,7 @@ TO_FRONT: list[wire.ToFront] = [
                 "r#0", (1, 2), (TokenLogprobs(1, -0.5, (1, 2), (-0.5, -1e30)), TokenLogprobs(2, 0.0)), num_prompt_tokens=3
             ),
             EngineOutput("r#1", (), None, FinishReason.STOP, "ü", num_drafted=4, num_accepted=2),
-            EngineOutput("r#2", (9,), None, FinishReason.STOP, 9, num_cached_tokens=2),
+            EngineOutput("r#2", (9,), None, FinishReason.STOP, 9, drafting={"ngram": DraftCounts(2, 4, 3, [2, 1])}),
             EngineOutput("r#4", prompt_logprobs=(TokenLogprobs(1, -0.5, (1,), (-0.5,), 1), TokenLogprobs(2, -3.0, rank=9))),
             EngineOutput("r#3", finish_reason=FinishReason.ERROR, error=("NonFiniteLogits", "the model ...")),
         )

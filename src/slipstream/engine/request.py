@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from slipstream.cache.ledger import Holding
 from slipstream.speculate.choice import RowDrafting
-from slipstream.types import EngineRequest, FinishReason, TokenLogprobs
+from slipstream.types import DraftCounts, EngineRequest, FinishReason, TokenLogprobs
 
 
 @dataclass(slots=True, eq=False)
@@ -35,6 +35,7 @@ class Request:
         num_cached: prompt tokens found in the prefix cache when it was first admitted. queue_s: how long that took.
         num_overtaken: requests of lower rank that were admitted before it.
         drafting: who watches and drafts it, and how that has fared.
+        draft_counts: what its drafts came to, by drafter.
     """
 
     request: EngineRequest
@@ -55,8 +56,7 @@ class Request:
     num_retractions: int = 0
     num_overtaken: int = 0
     drafting: RowDrafting = field(default_factory=RowDrafting)
-    num_drafted: int = 0
-    num_accepted: int = 0
+    draft_counts: dict[str, DraftCounts] = field(default_factory=dict)
 
     @property
     def request_id(self) -> str:
@@ -72,6 +72,16 @@ class Request:
     def num_output(self) -> int:
         """Settled output tokens."""
         return len(self.tokens) - self.prompt_len
+
+    @property
+    def num_drafted(self) -> int:
+        """Draft nodes verified for it."""
+        return sum(one.num_drafted for one in self.draft_counts.values())
+
+    @property
+    def num_accepted(self) -> int:
+        """Of these, tokens that were accepted and kept."""
+        return sum(one.num_accepted for one in self.draft_counts.values())
 
     @property
     def num_prompt_logprobs(self) -> int | None:

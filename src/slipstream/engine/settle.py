@@ -17,7 +17,7 @@ from slipstream.engine.request import Request
 from slipstream.engine.scheduler import Launched, Scheduler
 from slipstream.engine.stats import EngineStats
 from slipstream.errors import InvariantBroken
-from slipstream.types import EngineOutput, EngineRequest, FinishReason, TokenLogprobs
+from slipstream.types import DraftCounts, EngineOutput, EngineRequest, FinishReason, TokenLogprobs
 
 
 class StopText(Protocol):
@@ -108,14 +108,13 @@ class Settler:
         request.tokens.extend(kept)
         # The last kept token is the target's own, unless the cut fell inside the drafted part.
         agreed = min(len(kept), max(accepted - 1, 0))
-        request.num_drafted += drafted
-        request.num_accepted += agreed
         self._stats.num_output_tokens += len(kept)
         self._stats.num_drafts += drafted > 0
         self._stats.num_drafted += drafted
         self._stats.num_accepted += agreed
         if drafted:
             self._stats.drafter(drafter).add(drafted, agreed)
+            request.draft_counts.setdefault(drafter, DraftCounts()).add(drafted, agreed)
         of_prompt = None
         if request.num_prompt_logprobs is not None:
             of_prompt, request.prompt_logprobs = tuple(request.prompt_logprobs), []
@@ -165,6 +164,7 @@ def _news(request: Request, **news: Any) -> EngineOutput:
         num_accepted=request.num_accepted,
         queue_s=request.queue_s or 0.0,
         num_retractions=request.num_retractions,
+        drafting=request.draft_counts if request.finish_reason is not None else {},
         **news,
     )
 

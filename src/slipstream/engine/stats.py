@@ -4,26 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from slipstream.types import DraftCounts
+
 
 @dataclass(slots=True)
-class DraftStats:
-    """Totals of one drafter; times in seconds. `accepted_at[i]`: drafts of which i + 1 tokens or more were accepted and kept."""
+class DraftStats(DraftCounts):
+    """Totals of one drafter over all requests, and its time in seconds."""
 
-    num_drafts: int = 0
-    num_drafted: int = 0
-    num_accepted: int = 0
-    accepted_at: list[int] = field(default_factory=list)
     propose_s: float = 0.0
     observe_s: float = 0.0
-
-    def add(self, num_drafted: int, num_accepted: int) -> None:
-        """A draft of `num_drafted` nodes was verified."""
-        self.num_drafts += 1
-        self.num_drafted += num_drafted
-        self.num_accepted += num_accepted
-        self.accepted_at.extend([0] * (num_accepted - len(self.accepted_at)))
-        for position in range(num_accepted):
-            self.accepted_at[position] += 1
 
 
 @dataclass(slots=True)

@@ -127,6 +127,7 @@ class _Answer:
         if self.is_finished:
             output.finish_reason = news.finish_reason.value if news.finish_reason else None
             output.stop_reason = news.stop_reason
+            output.drafting = news.drafting
         logprobs = None if output.logprobs is None else news.logprobs or ()
         return Delta(output.index, text, news.token_ids, logprobs, output.finish_reason, output.stop_reason)
 

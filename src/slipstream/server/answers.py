@@ -20,7 +20,7 @@ from slipstream.observe.metrics import Metrics
 from slipstream.observe.timing import AnswerTimes
 from slipstream.server.bridge import OutputStream
 from slipstream.server.errors import ClientGone
-from slipstream.types import EngineOutput, FinishReason
+from slipstream.types import DraftCounts, EngineOutput, FinishReason
 
 Receive = Callable[[], Awaitable[Mapping[str, Any]]]
 
@@ -78,6 +78,15 @@ class Answers:
     def num_cached_tokens(self) -> int:
         """Prompt tokens that needed no computation."""
         return sum(assembler.num_cached_tokens for assembler in self.prompts)
+
+    def drafting(self) -> dict[str, DraftCounts]:
+        """What drafts came to in the answers that have ended, by drafter."""
+        found: dict[str, DraftCounts] = {}
+        for assembler in self.prompts:
+            for output in assembler.outputs:
+                for name, counts in output.drafting.items():
+                    found.setdefault(name, DraftCounts()).merge(counts)
+        return found
 
     def log_fields(self) -> dict[str, object]:
         """What the log says of these answers together: the longest wait, the first token of any, tokens a second of all."""

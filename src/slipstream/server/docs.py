@@ -13,6 +13,7 @@ _COMMON: dict[str, Any] = {
     "model": {"type": "string"},
     "stream": {"type": "boolean", "default": False},
     "stream_options": {"type": "object", "properties": {"include_usage": {"type": "boolean"}}},
+    "include_draft_details": {"type": "boolean", "default": False, "description": "usage says how each drafter has fared"},
     "max_completion_tokens": {"type": "integer", "description": "another name of max_tokens"},
     "priority": {"type": "integer", "default": 0, "description": "lower runs earlier"},
     "cache_salt": {"type": "string", "description": "only requests with the same salt share cached prompts"},

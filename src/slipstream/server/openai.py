@@ -14,6 +14,7 @@ from starlette.responses import Response
 
 from slipstream.server.body import read_object
 from slipstream.server.docs import CHAT_DOCS, COMPLETION_DOCS
+from slipstream.server.logprobs import Json
 from slipstream.server.middleware import note
 from slipstream.server.protocol import Call, Prompt, chat_call, completion_call
 from slipstream.server.serving import Serving, new_id
@@ -79,17 +80,21 @@ async def _answer(
     answers = serving.submit(prepared, arrived)
     shape = make_shape(response_id, info.name, params, info.tokenizer, answers.prompts, call.num_prompt_logprobs)
     note(request.scope, response=response_id, answers=answers)
+
+    def usage() -> Json:
+        counts = answers.num_prompt_tokens, answers.num_output_tokens, answers.num_cached_tokens
+        return usage_object(*counts, answers.drafting() if serving.config.can_draft else None, call.include_draft_details)
+
     handed_over = False
     try:
         async with answers.until_hang_up(request.receive):
             await answers.first()
             if call.stream:
                 handed_over = True
-                return EventStream(answers, shape, call.include_usage, serving.release)
+                return EventStream(answers, shape, usage if call.include_usage else None, serving.release)
             async for _ in answers:
                 pass
-        usage = usage_object(answers.num_prompt_tokens, answers.num_output_tokens, answers.num_cached_tokens)
-        return _json(shape.whole(answers.whole(), usage))
+        return _json(shape.whole(answers.whole(), usage()))
     finally:
         if not handed_over:
             serving.release(answers)

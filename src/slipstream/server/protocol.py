@@ -68,6 +68,7 @@ class Call:
         sampling: fields for `Frontend.sampling_params`.
         stream: answer with events.
         include_usage: end the stream with one event of usage.
+        include_draft_details: usage says how each drafter has fared.
         num_prompt_logprobs: None, or how many to list as `prompt_logprobs`; checked with the sampling fields.
         priority, cache_salt: checked by `Frontend.prepare`.
     """
@@ -76,6 +77,7 @@ class Call:
     sampling: Mapping[str, Any]
     stream: bool
     include_usage: bool
+    include_draft_details: bool
     num_prompt_logprobs: int | None
     priority: int
     cache_salt: str | None
@@ -109,6 +111,7 @@ def completion_call(body: Mapping[str, Any]) -> CompletionCall:
         {**body, "prompt_logprobs": _scored(body, echo)},
         stream,
         include_usage,
+        _draft_details(body, stream, include_usage),
         _prompt_logprobs(body, stream),
         *_queueing(body),
         prompts=_prompts(prompt),
@@ -128,6 +131,7 @@ def chat_call(body: Mapping[str, Any]) -> ChatCall:
         {**body, "logprobs": _chat_logprobs(body)},
         stream,
         include_usage,
+        _draft_details(body, stream, include_usage),
         _prompt_logprobs(body, stream),
         *_queueing(body),
         messages=_required(body, "messages", "be a list of messages"),
@@ -184,6 +188,15 @@ def _stream(body: Mapping[str, Any]) -> tuple[bool, bool]:
             param="stream_options.continuous_usage_stats",
         )
     return stream, bool(include_usage)
+
+
+def _draft_details(body: Mapping[str, Any], stream: bool, include_usage: bool) -> bool:
+    wanted = _flag(body, "include_draft_details", default=False)
+    if wanted and stream and not include_usage:
+        raise InvalidParameter(
+            "include_draft_details", "be given with stream_options.include_usage in a stream: it is a part of usage", wanted
+        )
+    return wanted
 
 
 def _prompts(prompt: Any) -> tuple[Prompt, ...]:

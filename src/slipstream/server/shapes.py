@@ -10,24 +10,42 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from slipstream.frontend.assemble import Assembler, Delta
 from slipstream.server.echo import Echo
 from slipstream.server.logprobs import Json, chat_logprobs, completion_logprobs, joined, prompt_logprobs
 from slipstream.text.detokenize import IncrementalDecoder
 from slipstream.text.tokenizer import Tokenizer
-from slipstream.types import SamplingParams, TokenLogprobs
+from slipstream.types import DraftCounts, SamplingParams, TokenLogprobs
 
 
-def usage_object(num_prompt_tokens: int, num_output_tokens: int, num_cached_tokens: int) -> Json:
-    """OpenAI's usage."""
-    return {
+def usage_object(
+    num_prompt_tokens: int,
+    num_output_tokens: int,
+    num_cached_tokens: int,
+    drafting: Mapping[str, DraftCounts] | None = None,
+    with_draft_details: bool = False,
+) -> Json:
+    """OpenAI's usage, and by drafter what drafts came to, where the client asked. `drafting` is None without a drafter."""
+    usage: Json = {
         "prompt_tokens": num_prompt_tokens,
         "completion_tokens": num_output_tokens,
         "total_tokens": num_prompt_tokens + num_output_tokens,
         "prompt_tokens_details": {"cached_tokens": num_cached_tokens},
     }
+    if drafting is not None:
+        num_accepted = sum(one.num_accepted for one in drafting.values())
+        usage["completion_tokens_details"] = {
+            "accepted_prediction_tokens": num_accepted,
+            "rejected_prediction_tokens": sum(one.num_drafted for one in drafting.values()) - num_accepted,
+        }
+    if with_draft_details:
+        usage["draft_details"] = {
+            name: {"drafted": one.num_drafted, "accepted": one.num_accepted, "accepted_by_position": one.accepted_at}
+            for name, one in (drafting or {}).items()
+        }
+    return usage
 
 
 class Shape(ABC):

@@ -22,7 +22,7 @@ from slipstream.server.answers import Answers
 from slipstream.server.errors import ClientGone, error_body, internal_error
 from slipstream.server.logprobs import Json
 from slipstream.server.middleware import note
-from slipstream.server.shapes import Shape, usage_object
+from slipstream.server.shapes import Shape
 
 DONE = b"data: [DONE]\n\n"
 
@@ -46,18 +46,21 @@ class EventStream(Response):
     Args:
         answers: what to stream.
         shape: how to write it.
-        include_usage: end with an event of usage; the other events then have `"usage": null`.
+        usage: what the answers took, asked once they have ended: an event of its own; the others then have `"usage": null`. None:
+            there is no such event.
         release: called once the stream is over, however it ended.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, answers: Answers, shape: Shape, include_usage: bool, release: Callable[[Answers], None]) -> None:
+    def __init__(
+        self, answers: Answers, shape: Shape, usage: Callable[[], Json] | None, release: Callable[[Answers], None]
+    ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._answers = answers
         self._shape = shape
-        self._include_usage = include_usage
+        self._usage = usage
         self._release = release
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -70,7 +73,7 @@ class EventStream(Response):
                         data = b"".join(map(self._events, deltas))
                         if data:
                             await send({"type": "http.response.body", "body": data, "more_body": True})
-                    ending = self._usage() + DONE
+                    ending = self._usage_event() + DONE
                 except ClientGone:
                     note(scope, hung_up=True)
                     return
@@ -89,13 +92,11 @@ class EventStream(Response):
 
     def _event(self, choice: Json) -> bytes:
         event = self._shape.event([choice])
-        if self._include_usage:
+        if self._usage is not None:
             event["usage"] = None
         return b"data: " + _encode(event) + b"\n\n"
 
-    def _usage(self) -> bytes:
-        if not self._include_usage:
+    def _usage_event(self) -> bytes:
+        if self._usage is None:
             return b""
-        answers = self._answers
-        usage = usage_object(answers.num_prompt_tokens, answers.num_output_tokens, answers.num_cached_tokens)
-        return b"data: " + _encode({**self._shape.event([]), "usage": usage}) + b"\n\n"
+        return b"data: " + _encode({**self._shape.event([]), "usage": self._usage()}) + b"\n\n"
