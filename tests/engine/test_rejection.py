@@ -152,6 +152,13 @@ def chances(num_tokens: int, temperature: float) -> dict[tuple[int, ...], float]
     return found
 
 
+def test_a_seed_gives_the_same_answer_whatever_the_lag() -> None:
+    """Drafts are as wide at the end of an answer too, of which the host knows less at lag 1."""
+    jobs = [Job(prompt(seed, 5 + seed), params(40, temperature=1.5, ignore_eos=True), seed=seed) for seed in range(24)]
+    cell = {"drafters": {"other": DRAWN["other"]}, "accept": "rejection", "batch": 24}
+    assert_equal(run(MODEL, jobs, lag=1, **cell), run(MODEL, jobs, lag=0, **cell), "lag")
+
+
 class FewerIds(HashHead):
     """A wrong head that knows three of the target's five tokens."""
 

@@ -76,7 +76,8 @@ class Drafting:
         if width == 0:
             return roots, draft
         planned = self._state.upload([row.num_nodes for row in plan.rows])
-        room = (limits - lengths - 1).clamp(min=0)
+        # As at lag 0, where the plan knows it: what nodes there are decides under --accept rejection what is said.
+        room = (limits - lengths - 2).clamp(min=0)  # the bonus comes on top
         return roots, replace(draft, num_nodes=torch.minimum(torch.minimum(draft.num_nodes, planned), room))
 
     def observe(
