@@ -80,17 +80,12 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["serve", "--port"], "--port must have a value, but got none", "slipstream serve --help"),
         (["run"], "MODEL must be given, but got none", "slipstream run --help"),
         (["run", "m", " "], "a prompt must hold text, but got ' '", 'slipstream run MODEL "prompt", or pipe it in'),
-<<<<<<< HEAD
         (
             ["bench"],
             "KIND must be given, but got none",
             "KIND is one of latency, throughput, speculate, serve; slipstream bench --help",
         ),
         (["bench", "x"], "KIND must be one of latency, throughput, speculate, serve, but got 'x'", "slipstream bench --help"),
-=======
-        (["bench"], "KIND must be given, but got none", f"KIND is one of {BENCH_KINDS}; slipstream bench --help"),
-        (["bench", "x"], f"KIND must be one of {BENCH_KINDS}, but got 'x'", "slipstream bench --help"),
->>>>>>> bench
         (["bench", "serve", "--endpoint", "x"], "--endpoint must be one of completions, chat, but got 'x'", BENCH_HELP),
         (["serve", "--config", "no.toml"], "--config must name a TOML file, but got 'no.toml'", "--config or SLIPSTREAM_CONFIG"),
         (["run", "m", "hi", "--temperature", "warm"], "--temperature must be a number, but got 'warm'", None),
