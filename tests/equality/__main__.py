@@ -62,9 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parser() -> argparse.ArgumentParser:
     """The command's arguments."""
     made = argparse.ArgumentParser(prog=record.COMMAND, description="The same answers in every configuration of speculation.")
-    made.add_argument(
-        "--out", type=Path, help="a line of JSON for each configuration; what is there of this source is not run again"
-    )
+    made.add_argument("--out", type=Path, help="lines of JSON; what is there of this source is not run again")
     made.add_argument("--processes", type=int, default=1)
     made.add_argument("--only", nargs="+", action="extend", default=[], metavar="AXIS=VALUE[,VALUE]", help=", ".join(AXIS_NAMES))
     made.add_argument("--limit-minutes", type=float, default=float("inf"), help="begin nothing after so long")

@@ -35,7 +35,7 @@ class Configuration:
         drafter, k: who drafts, and how deep at most; `off` drafts nothing, and has k = 0.
         lag, page_size, cache: as the engine's flags.
         chunked: prompts come in pieces, beside verify rows; else each comes whole.
-        pressure: pages are short; with one request at a time a more urgent one takes its place instead.
+        pressure: pages are short, and more urgent requests come later: they take the place of those that run.
         concurrency: most requests that run at once; so many do.
     """
 

@@ -1,4 +1,4 @@
-"""The part of the equality table that runs with all tests, and whether the table can fail. All of it: `python -m tests.equality`."""
+"""The part of the equality table that runs with all tests, and whether it can fail. All of it: `python -m tests.equality`."""
 
 from __future__ import annotations
 
@@ -84,8 +84,8 @@ def test_a_planted_bug_is_found(bug: str) -> None:
     """Payloads of a neighbour, tokens lost at a retraction, payloads a step late: some configuration of ten fails."""
     wanted("hash")
     with planted(bug):
-        outcomes = [check(one) for one in covering("hash")[:10]]
-    assert any(outcome.differences or outcome.error for outcome in outcomes)
+        outcomes = (check(one) for one in covering("hash")[:10])
+        assert any(outcome.differences or outcome.error for outcome in outcomes)
 
 
 def test_a_wrong_answer_is_told_as_a_difference_with_its_command() -> None:
@@ -108,7 +108,7 @@ def test_what_did_not_happen_is_no_pass() -> None:
         outcome = check(configuration())
     assert not outcome.differences
     assert {"8 requests in one step", "prompts beside verify rows", "prompts beside drafts"} <= set(outcome.not_exercised)
-    with mock.patch.dict(TIGHT, {8: 4096}):
+    with mock.patch.dict(TIGHT, {8: 4096}), mock.patch("tests.equality.check.NUM_WAVES", 1):
         outcome = check(configuration(pressure=True))
     assert not outcome.differences and outcome.not_exercised == ["retractions"]
 
@@ -128,7 +128,7 @@ def test_the_command_goes_on_where_it_was_stopped(tmp_path: Path, capsys: pytest
     assert "4 configurations, 2 of them done" in capsys.readouterr().err
     assert [json.loads(text)["lag"] for text in out.read_text().splitlines() if text.endswith("}")] == [0, 0, 1, 1]
     assert f"4 configurations of {len(configurations())}, {4 * len(CASES)} cells, 0 of them different" in page.read_text()
-    with mock.patch.object(record, "source_hash", lambda: "another"):
+    with mock.patch.object(record, "source_hash", return_value="another"):
         assert record.read(out, record.source_hash()) == {}
 
 

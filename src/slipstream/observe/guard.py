@@ -70,13 +70,13 @@ class SyncGuard(TorchFunctionMode):
     ) -> Any:
         """Refuse what reads values, run everything else."""
         kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
         # One look-up in the way of most calls: a step makes hundreds.
-        if (name := getattr(func, "__name__", "")) in _LOOKED_AT and _lifted.depth == 0:
-            if name in _READS or _is_data_dependent(name, args, kwargs):
-                raise InvariantBroken(
-                    f"a device step must not read values of a tensor, but got {name}",
-                    hint="keep it on the device, or wrap it in declared(reason) where the read is meant",
-                )
+        if name in _LOOKED_AT and _lifted.depth == 0 and (name in _READS or _is_data_dependent(name, args, kwargs)):
+            raise InvariantBroken(
+                f"a device step must not read values of a tensor, but got {name}",
+                hint="keep it on the device, or wrap it in declared(reason) where the read is meant",
+            )
         return func(*args, **kwargs)
 
 
