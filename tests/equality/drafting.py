@@ -17,7 +17,11 @@ from slipstream.testing.hash_lm import HashLM
 from tests.equality.jobs import HASH_LM
 from tests.speculate.eagle_heads import eagle
 
-RANDOM_HEADS = ("eagle_chain", "eagle_tree")  # on a real model the head knows nothing
+NEVER_RIGHT = {  # but by chance; on a real model the head knows nothing
+    "hash": ("off", "rand_chain", "rand_tree"),
+    "llama": ("off", "rand_chain", "rand_tree", "eagle_chain", "eagle_tree", "eagle"),
+}
+ALWAYS_RIGHT = {"hash": ("off", "self_chain", "eagle_chain"), "llama": ("off", "self_chain", "draft_model")}
 # As the target, but it likes even ids: right mostly, not always.
 NEARLY = HashLM(64, HASH_LM.context_len, eos_token_ids=tuple(range(0, 64, 2)), eos_bias=1.0)
 
@@ -64,14 +68,12 @@ def _draft_of(target: Target) -> CausalLM:
 
 def can_be_right(model: str, drafter: str) -> bool:
     """Whether some of what it drafts must have been accepted."""
-    return drafter not in ("off", "rand_chain", "rand_tree") and not (model != "hash" and drafter in RANDOM_HEADS)
+    return drafter not in NEVER_RIGHT[model]
 
 
 def must_be_wrong(model: str, drafter: str) -> bool:
     """Whether some of what it drafts must have been refused."""
-    return drafter not in ("off", "self_chain", "draft_model", "eagle_chain") or (model, drafter) in (
-        ("hash", "draft_model"), ("llama", "eagle_chain"),
-    )  # fmt: skip
+    return drafter not in ALWAYS_RIGHT[model]
 
 
 class Turns(Widest):

@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 
 from slipstream.engine.scheduler import Scheduler
+from slipstream.speculate.registry import drafter_names
 from slipstream.types import SamplingParams
 from tests.equality import record
 from tests.equality.__main__ import main
@@ -55,6 +56,11 @@ def test_the_whole_table_has_every_cell_of_hash_lm() -> None:
     assert len(table) == len(set(table))
     assert sum(one.model == "hash" for one in table) == (12 * 3 + 1) * 2**5 * 4
     assert {one.drafter for one in table if one.model == "llama"} == set(AXES["drafter"])
+
+
+def test_every_drafter_there_is_has_its_rows() -> None:
+    named = {name for drafter in AXES["drafter"] for name in drafter.split("+")}
+    assert all(any(name == one or name.startswith(f"{one}_") for name in named) for one in drafter_names())
 
 
 def test_the_requests_have_every_parameter_and_end_in_every_way() -> None:
