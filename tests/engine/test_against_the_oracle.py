@@ -12,8 +12,31 @@ from slipstream.testing.hash_lm import HashLM
 from slipstream.testing.tiny import CONTEXT_LEN, tiny_checkpoint, tiny_model
 from tests import hash_oracle
 from tests.engine.harness import Answer, Job, drain, make_engine
-from tests.engine.test_equality import EACH_PARAMETER, GREEDY_AND_SEEDED, params, prompt
+from tests.engine.test_equality import GREEDY_AND_SEEDED, params, prompt
 from tests.oracle import Logits, OracleAnswer, generate, transformers_logits
+
+EACH_PARAMETER = {
+    "temperature": params(temperature=1.7),
+    "top_k": params(temperature=1.0, top_k=3),
+    "top_p": params(temperature=1.0, top_p=0.6),
+    "min_p": params(temperature=1.0, min_p=0.2),
+    "repetition_penalty": params(repetition_penalty=1.3),
+    "presence_penalty": params(presence_penalty=1.0, temperature=0.5),
+    "frequency_penalty": params(frequency_penalty=1.0),
+    "all penalties": params(repetition_penalty=1.2, presence_penalty=-0.5, frequency_penalty=0.7, temperature=1.0),
+    "logit_bias": params(logit_bias={5: 6.0, 9: -100.0}),
+    "allowed_token_ids": params(allowed_token_ids=tuple(range(10, 20))),
+    "min_tokens": params(min_tokens=8, stop_token_ids=tuple(range(0, 40, 2))),
+    "stop": params(40, stop=("A", "7!", "b")),
+    "stop kept": params(40, stop=("A", "7!", "b"), include_stop_str_in_output=True),
+    "stop_token_ids": params(40, stop_token_ids=(1, 2, 9, 30)),
+    "ignore_eos": params(40, ignore_eos=True),
+    "logprobs": params(temperature=1.0, logprobs=5),
+    "everything": params(
+        40, temperature=0.9, top_k=30, top_p=0.95, min_p=0.01, repetition_penalty=1.1, presence_penalty=0.3,
+        frequency_penalty=0.2, logit_bias={7: 1.5}, min_tokens=5, stop=("zz",), stop_token_ids=(4,), logprobs=2,
+    ),
+}  # fmt: skip
 
 PLAIN = ByteTokenizer()
 NOT_THE_ORACLES = (

@@ -1,4 +1,4 @@
-"""The same tokens whatever the path: every cell against the engine at lag 0, one request at a time, drafter off.
+"""The same tokens whatever the path, against the engine at lag 0, one request a time, no drafter: what tests/equality has not.
 
 HashLM makes one wrong page, position, mask or relay row visible at once; the real model in float64 shows that nothing rests on
 HashLM's integers.
@@ -6,7 +6,6 @@ HashLM's integers.
 
 from __future__ import annotations
 
-import itertools
 from functools import cache
 
 import pytest
@@ -36,10 +35,6 @@ DRAFTERS: dict[str, DrafterFactory] = {
     "eagle_chain": eagle(1, 3, kind=1),
     "eagle_tree": eagle(4, 4, 8),
 }
-CELLS = [
-    pytest.param(lag, page_size, chunk, batch, name, id=f"lag{lag}-page{page_size}-chunk{chunk}-batch{batch}-{name}")
-    for lag, page_size, chunk, batch, name in itertools.product((0, 1), (1, 16), (64, 2048), (1, 8), DRAFTERS)
-]
 
 
 def params(max_tokens: int = 24, **more: object) -> SamplingParams:
@@ -61,30 +56,6 @@ GREEDY_AND_SEEDED = [
     Job(prompt(8, 16), params(16, temperature=1.0, logprobs=0), seed=11),
 ]
 
-EACH_PARAMETER = {
-    "temperature": params(temperature=1.7),
-    "top_k": params(temperature=1.0, top_k=3),
-    "top_p": params(temperature=1.0, top_p=0.6),
-    "min_p": params(temperature=1.0, min_p=0.2),
-    "repetition_penalty": params(repetition_penalty=1.3),
-    "presence_penalty": params(presence_penalty=1.0, temperature=0.5),
-    "frequency_penalty": params(frequency_penalty=1.0),
-    "all penalties": params(repetition_penalty=1.2, presence_penalty=-0.5, frequency_penalty=0.7, temperature=1.0),
-    "logit_bias": params(logit_bias={5: 6.0, 9: -100.0}),
-    "allowed_token_ids": params(allowed_token_ids=tuple(range(10, 20))),
-    "min_tokens": params(min_tokens=8, stop_token_ids=tuple(range(0, 40, 2))),
-    "stop": params(40, stop=("A", "7!", "b")),
-    "stop kept": params(40, stop=("A", "7!", "b"), include_stop_str_in_output=True),
-    "stop_token_ids": params(40, stop_token_ids=(1, 2, 9, 30)),
-    "ignore_eos": params(40, ignore_eos=True),
-    "logprobs": params(temperature=1.0, logprobs=5),
-    "everything": params(
-        40, temperature=0.9, top_k=30, top_p=0.95, min_p=0.01, repetition_penalty=1.1, presence_penalty=0.3,
-        frequency_penalty=0.2, logit_bias={7: 1.5}, min_tokens=5, stop=("zz",), stop_token_ids=(4,), logprobs=2,
-    ),
-}  # fmt: skip
-
-
 HASH_LM = HashLM(vocab_size=64, context_len=512, eos_token_ids=(EOS,), eos_bias=0.5)
 
 
@@ -93,22 +64,14 @@ def wanted() -> list[Answer]:
     return reference(HASH_LM, GREEDY_AND_SEEDED)
 
 
-@pytest.mark.parametrize("lag, page_size, chunk, batch, name", CELLS)
-def test_every_cell_on_hash_lm(wanted: list[Answer], lag: int, page_size: int, chunk: int, batch: int, name: str) -> None:
-    cell = {"lag": lag, "page_size": page_size, "chunk": chunk, "batch": batch}
-    got = run(HASH_LM, GREEDY_AND_SEEDED, drafters={name: DRAFTERS[name]}, **cell)
-    assert_equal(got, wanted, (lag, page_size, chunk, batch, name))
-    if name.startswith(("self", "draft_model", "eagle")):
-        assert sum(a.num_accepted for a in got) > 0.5 * sum(len(a.token_ids) for a in got), "the target itself must be accepted"
-    if name == "off":
-        assert all(a.num_drafted == 0 for a in got)
-
-
-@cache
-def wanted_with(parameter: str) -> tuple[list[Job], list[Answer]]:
-    words = ((4, 5), (9, 9, 9))
-    jobs = [Job(prompt(n, 3 + 9 * n), EACH_PARAMETER[parameter], seed=n, bad_word_ids=((n,), *words)) for n in range(4)]
-    return jobs, reference(HASH_LM, jobs)
+@pytest.mark.parametrize("name", ["self_chain", "self_tree", "draft_model", "eagle_chain", "eagle_tree"])
+@pytest.mark.parametrize("lag, page_size, chunk", [(0, 16, 64), (1, 1, 64), (1, 16, 2048)])
+def test_what_the_target_itself_would_say_is_accepted(
+    wanted: list[Answer], lag: int, page_size: int, chunk: int, name: str
+) -> None:
+    got = run(HASH_LM, GREEDY_AND_SEEDED, lag=lag, page_size=page_size, chunk=chunk, drafters={name: DRAFTERS[name]})
+    assert_equal(got, wanted, (lag, page_size, chunk, name))
+    assert sum(a.num_accepted for a in got) > 0.5 * sum(len(a.token_ids) for a in got)
 
 
 @cache
@@ -119,15 +82,6 @@ def wanted_of(family: str) -> tuple[list[Job], list[Answer]]:
         Job(prompt(3, 33), params(12, frequency_penalty=1.0, logprobs=2)),
     ]
     return jobs, reference(tiny_model(family), jobs)
-
-
-@pytest.mark.parametrize("parameter", EACH_PARAMETER)
-@pytest.mark.parametrize("lag", [0, 1])
-@pytest.mark.parametrize("name", [name for name in DRAFTERS if name != "rand_tree"])
-def test_each_sampling_parameter(parameter: str, lag: int, name: str) -> None:
-    jobs, wanted = wanted_with(parameter)
-    got = run(HASH_LM, jobs, lag=lag, chunk=24, drafters={name: DRAFTERS[name]})
-    assert_equal(got, wanted, (parameter, lag, name))
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
