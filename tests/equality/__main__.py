@@ -19,7 +19,7 @@ from pathlib import Path
 
 from tests.equality import record
 from tests.equality.axes import AXIS_NAMES, Configuration, configurations
-from tests.equality.check import Outcome, check
+from tests.equality.check import Outcome, checked
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -83,13 +83,13 @@ def _axes(only: Sequence[str]) -> dict[str, frozenset[str]]:
 def _outcomes(left: Sequence[Configuration], processes: int, until: float) -> Iterator[tuple[Configuration, Outcome]]:
     waiting = _in_time(left, until)
     if processes == 1:
-        yield from map(_run, waiting)
+        yield from map(checked, waiting)
         return
     with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
-        running = {pool.submit(_run, one) for one in islice(waiting, processes)}
+        running = {pool.submit(checked, one) for one in islice(waiting, processes)}
         while running:
             done, running = wait(running, return_when=FIRST_COMPLETED)
-            running |= {pool.submit(_run, one) for one in islice(waiting, len(done))}
+            running |= {pool.submit(checked, one) for one in islice(waiting, len(done))}
             yield from (each.result() for each in done)
 
 
@@ -98,10 +98,6 @@ def _in_time(left: Iterable[Configuration], until: float) -> Iterator[Configurat
         if time.monotonic() >= until:
             return
         yield configuration
-
-
-def _run(configuration: Configuration) -> tuple[Configuration, Outcome]:
-    return configuration, check(configuration)
 
 
 if __name__ == "__main__":

@@ -130,7 +130,7 @@ def test_the_command_goes_on_where_it_was_stopped(tmp_path: Path, capsys: pytest
     assert main([*only, "lag=0", "--out", str(out)]) == 0
     assert len(out.read_text().splitlines()) == 2
     out.write_text(out.read_text() + '{"source": "cut sh')
-    assert main(run) == 0
+    assert main([*run, "--processes", "2"]) == 0
     assert "4 configurations, 2 of them done" in capsys.readouterr().err
     assert [json.loads(text)["lag"] for text in out.read_text().splitlines() if text.endswith("}")] == [0, 0, 1, 1]
     assert f"4 configurations of {len(configurations())}, {4 * len(CASES)} cells, 0 of them different" in page.read_text()
