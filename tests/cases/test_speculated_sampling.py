@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 
@@ -241,7 +242,7 @@ def test_s26_a_banned_word_as_text(mode: str) -> None:
     cell = {"lag": 1, "drafters": {mode: EVERY_MODE[mode](7)}}
     got = generated(model, [MOO], params, **cell)[0].outputs[0]
     assert word in free and word not in got.text and len(got.text) == 40
-    assert got == generated(model, [MOO], params)[0].outputs[0]
+    assert replace(got, drafting={}) == generated(model, [MOO], params)[0].outputs[0]
 
 
 @each_mode_and_off

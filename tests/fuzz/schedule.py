@@ -119,7 +119,7 @@ class Setting:
     @property
     def draws(self) -> bool:
         """Whether drafts are drawn at random: only rows at temperature 0 then have the tokens of plain decoding."""
-        return self.accept == "rejection" and "model" in self.drafter
+        return self.accept == "rejection" and ("model" in self.drafter or "eagle chain" in self.drafter)
 
 
 @dataclass(frozen=True)
