@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import random
 
-_THINGS = "lamps kettles ropes mirrors clocks baskets ladders wheels brushes tents boots maps bells chairs hinges stoves".split()  # noqa: SIM905
-_COLOURS = "red blue green grey white black yellow brown".split()  # noqa: SIM905
-_PLACES = "shelf cellar yard attic counter cabinet hall window".split()  # noqa: SIM905
+_THINGS = (
+    "lamps", "kettles", "ropes", "mirrors", "clocks", "baskets", "ladders", "wheels", "brushes", "tents", "boots", "maps",
+    "bells", "chairs", "hinges", "stoves",
+)  # fmt: skip
+_COLOURS = ("red", "blue", "green", "grey", "white", "black", "yellow", "brown")
+_PLACES = ("shelf", "cellar", "yard", "attic", "counter", "cabinet", "hall", "window")
 _TASKS = (
     "Explain to a ten-year-old how {topic} works.",
     "Write a short story in which {topic} plays a part.",

@@ -201,7 +201,7 @@ class Trainer:
         batch = Batch.of([texts[index] for index in indices], rows, settings.unroll, self._device)
         loss = step_losses(self.head, batch, self._embed, self._draft_ids, settings.unroll, self.place.tallies[-1])
         self._optimizer.zero_grad(set_to_none=True)
-        loss.backward()  # type: ignore[no-untyped-call]
+        torch.autograd.backward((loss,))
         torch.nn.utils.clip_grad_norm_(self.head.parameters(), MAX_NORM)
         value = loss.item()
         if not math.isfinite(value):
