@@ -155,9 +155,9 @@ def engine_of(configuration: Configuration, watch: Watch) -> Engine:
 
 
 def budget(configuration: Configuration) -> int:
-    """Tokens a step: three quarters of it are enough for all rows as wide as may be, a quarter for no prompt of some length."""
+    """Tokens a step: enough for most rows as wide as may be, and what is left for no prompt of some length."""
     nodes = configuration.k * {"self_tree": 3}.get(configuration.drafter, 2 if "tree" in configuration.drafter else 1)
-    return min(96, max(12 + 5 * configuration.concurrency, 4 * configuration.concurrency * (1 + nodes) // 3))
+    return min(96, max(8 + 3 * configuration.concurrency, configuration.concurrency * (1 + nodes) * 3 // 4))
 
 
 def run(engine: Engine, configuration: Configuration, counts: Counter[str]) -> list[Answer]:

@@ -4,7 +4,7 @@ It imports no torch and never waits: what the device has not told yet it bounds 
 
 A step's token budget is dealt out in this order:
     1. a root for each decoding row (round-robin where the budget is smaller than the rows),
-    2. a share for prompts, so that a long prompt goes on however wide the drafts are,
+    2. prompts: all but what the rows could draft at most, or a share, so that a long one goes on however wide the drafts are,
     3. draft nodes, at most evenly, from what is left after the prompts; whose and how many, speculate/choice.py says,
     4. what drafters' own KV must catch up with.
 Pages likewise: the next page of each decoding row, by rank; all pages of a newly admitted prompt; pages for draft nodes.
@@ -28,7 +28,7 @@ from slipstream.engine.request import Request
 from slipstream.errors import InvariantBroken
 from slipstream.speculate.choice import OFF, Chooser, Shape
 
-PROMPT_SHARE = 4  # a quarter of the budget goes to waiting prompts before any draft node
+PROMPT_SHARE = 4  # a quarter of the budget, at least, goes to waiting prompts before any draft node
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +139,7 @@ class Scheduler:
         roots = self._budget - (candidate is not None or any(r.is_prefilling and not r.is_leaving for r in self.running))
         rows = self._in_turn(rows, roots)  # a prompt always gets at least one token
         budget = self._budget - len(rows)
-        self._plan_prompts(draft, candidate, budget, bool(rows))
+        self._plan_prompts(draft, candidate, budget, rows)
         num_prompt_tokens = sum(chunk.num_tokens for chunk in draft.chunks)
         verify_rows = self._verify_rows(rows, budget - num_prompt_tokens, num_prompt_tokens, draft)
         self._make_way(paused)
@@ -219,10 +219,11 @@ class Scheduler:
 
     # -- prompts --------------------------------------------------------------------------------------------------------
 
-    def _plan_prompts(self, draft: _Draft, candidate: tuple[Request, Match] | None, budget: int, decoding: bool) -> None:
+    def _plan_prompts(self, draft: _Draft, candidate: tuple[Request, Match] | None, budget: int, rows: list[Request]) -> None:
         """Chunks of admitted requests first, by rank, then of new ones."""
-        if decoding and self._max_nodes:
-            budget = min(budget, max(1, self._budget // PROMPT_SHARE))
+        if rows:
+            most_nodes = sum(min(request.max_nodes, self._max_nodes) for request in rows)
+            budget = min(budget, max(1, self._budget // PROMPT_SHARE, budget - most_nodes))
         for request in self.running:
             if request.is_prefilling and not request.is_leaving and budget > 0:
                 budget -= self._chunk(request, budget, draft)
