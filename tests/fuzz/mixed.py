@@ -29,7 +29,9 @@ class RandomChooser:
         """Draw."""
         return [self._choice(row, limit) for row, limit in zip(rows, most, strict=True)]
 
-    def step_took(self, num_tokens: int, num_nodes: Mapping[str, int], step_s: float, draft_s: Mapping[str, float]) -> None:
+    def step_took(
+        self, num_rows: int, num_other_tokens: int, num_nodes: Mapping[str, int], step_s: float, draft_s: Mapping[str, float]
+    ) -> None:
         """Nothing to learn."""
 
     def filled(self, drafter: str, num_tokens: int, fill_s: float) -> None:

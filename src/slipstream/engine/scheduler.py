@@ -122,7 +122,8 @@ class Scheduler:
                 self._chooser.filled(name, filled[name], seconds)
             elif name not in prompts and name in draft_s:
                 draft_s[name] += seconds
-        self._chooser.step_took(plan.num_tokens, num_nodes, result.device_s - in_drafters, draft_s)
+        num_prompt_tokens = sum(chunk.num_tokens for chunk in plan.chunks)
+        self._chooser.step_took(len(plan.rows), num_prompt_tokens, num_nodes, result.device_s - in_drafters, draft_s)
         first = len(launched.sampled) - len(plan.rows)
         for request, row, accepted in zip(launched.sampled[first:], plan.rows, result.accept_lens[first:].tolist(), strict=True):
             if row.num_nodes and request.finish_reason is None:

@@ -120,8 +120,18 @@ class Chooser(Protocol):
         """
         ...
 
-    def step_took(self, num_tokens: int, num_nodes: Mapping[str, int], step_s: float, draft_s: Mapping[str, float]) -> None:
-        """A step computed `num_tokens` tokens, of them `num_nodes` by drafter, in step_s seconds and draft_s more by drafter."""
+    def step_took(
+        self, num_rows: int, num_other_tokens: int, num_nodes: Mapping[str, int], step_s: float, draft_s: Mapping[str, float]
+    ) -> None:
+        """What a step took.
+
+        Args:
+            num_rows: rows that decoded.
+            num_other_tokens: prompt tokens.
+            num_nodes: nodes that were verified, by drafter.
+            step_s: seconds without those in drafters.
+            draft_s: seconds in drafters.
+        """
         ...
 
     def filled(self, drafter: str, num_tokens: int, fill_s: float) -> None:
@@ -153,7 +163,9 @@ class Widest:
         """The drafter, once it has watched where it must."""
         return [self._choice(row, min(limit, self._shape.num_nodes)) for row, limit in zip(rows, most, strict=True)]
 
-    def step_took(self, num_tokens: int, num_nodes: Mapping[str, int], step_s: float, draft_s: Mapping[str, float]) -> None:
+    def step_took(
+        self, num_rows: int, num_other_tokens: int, num_nodes: Mapping[str, int], step_s: float, draft_s: Mapping[str, float]
+    ) -> None:
         """Nothing to learn."""
 
     def filled(self, drafter: str, num_tokens: int, fill_s: float) -> None:

@@ -1,11 +1,13 @@
 """The cost model: who drafts for each row, and how many nodes, so that drafting never costs more than it brings.
 
-What a step takes, t(T), is learnt from the steps that run, by the tokens T they compute; what each drafter takes, likewise.
-What nodes bring is learnt by request and drafter: alpha, how often the next level of its drafts was accepted. The first level
+What a step without nodes takes, t(T), is learnt from such steps, by the tokens T they compute, prompts' too; what one with nodes
+takes, v(T), from those without prompts; what each drafter takes, likewise. They are kept apart: the first node of a step may cost
+far more than the next ones (rows of unequal length, a kernel for another shape), and a prompt's tokens far less than nodes. To a
+step of R rows, n nodes add v(R + n) - t(R), whatever prompts are computed beside them. What nodes bring is learnt by request and drafter: alpha, how often the next level of its drafts was accepted. The first level
 brings alpha tokens, the second alpha^2, and so on. Each row takes the drafter that would bring most, net of its time, if all R
 rows drafted like it. Then the levels of all rows, best first, are taken as long as
 
-    tokens a second        (R + what they bring) / (t(R + their nodes) + drafting)                           grows.
+    tokens a second        (R + what they bring) / (t(T) + v(R + their nodes) - t(R) + drafting)             grows.
 
 A row that drafts nothing would never learn that it should, and rows that always draft would never learn that plain steps have
 become cheap. A two-hundredth of the time is set aside for trying: it is saved up step by step, and spent on the row and drafter
@@ -17,6 +19,7 @@ from __future__ import annotations
 import bisect
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from slipstream.speculate.choice import OFF, Acceptance, Choice, RowDrafting, Shape
 
@@ -31,7 +34,7 @@ Costs = Mapping[str, Sequence[float]]  # by drafter, of 1, 2, ... levels
 
 TRYING_SHARE = 0.005
 TRIED_LEVELS = 2
-PLAIN_AGE = 16  # measurements after which what a plain step takes is worth a look
+PLAIN_AGE = 16  # steps with nodes after which what one without takes is worth a look
 CHANGE = 0.1  # tokens a step by which another observer must promise more than what there is
 STAY = 32  # steps for which a new observer is thought to stay; one that cannot catch up leaves after so many idle ones
 
@@ -61,19 +64,19 @@ class Curve:
         else:
             seconds = known + (FASTER if seconds < known else SLOWER) * (min(seconds, OUTLIER * known) - known)
         self._seconds[count] = seconds
-        for other, value in self._seconds.items():
-            self._seconds[other] = min(value, seconds * max(1.0, other / count))
         self._measured[count] = self._now
         oldest = min(self._measured, key=self._measured.__getitem__)
         if len(self._counts) > 2 and self._measured[oldest] < self._now - FORGET:
             del self._measured[oldest], self._seconds[oldest]
             self._counts.remove(oldest)
+        self.bound(count, seconds)
+
+    def bound(self, count: int, seconds: float) -> None:
+        """`count` take at most so long: fewer take no longer, and more no longer than in proportion."""
+        for other, value in self._seconds.items():
+            self._seconds[other] = min(value, seconds * max(1.0, other / count))
         highest = 0.0
         self._highest = [highest := max(highest, self._seconds[each]) for each in self._counts]
-
-    def age(self, count: int) -> int:
-        """Measurements since one at this count."""
-        return self._now - self._measured.get(_rounded(count), 0)
 
     def __call__(self, count: float) -> float | None:
         """Seconds at a count; None where nothing was measured yet."""
@@ -88,6 +91,19 @@ class Curve:
         return max(0.0, seconds[left] + slope * (count - counts[left]))
 
 
+@dataclass(frozen=True, slots=True)
+class Base:
+    """What a step computes without nodes: a token of each row, and prompts."""
+
+    num_rows: int
+    num_other_tokens: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """All of them."""
+        return self.num_rows + self.num_other_tokens
+
+
 class WidthModel:
     """A `Chooser` that measures.
 
@@ -99,16 +115,25 @@ class WidthModel:
         self._shapes = {name: shape for name, shape in shapes.items() if shape.num_nodes}
         self._light = [name for name, shape in self._shapes.items() if not shape.has_state]
         self._stateful = [name for name, shape in self._shapes.items() if shape.has_state]
-        self._step_s = Curve()
+        self._plain_s, self._verify_s = Curve(), Curve()  # steps without nodes, and with nodes
+        self._since_plain = 0
         self._draft_s = {name: Curve() for name in self._shapes}
         self._fill_s = {name: Curve() for name in self._stateful}
         self._all = {name: Acceptance() for name in self._shapes}
         self._saved_s = 0.0
         self._step = 0
 
-    def step_took(self, num_tokens: int, num_nodes: Mapping[str, int], step_s: float, draft_s: Mapping[str, float]) -> None:
-        """A step computed `num_tokens` tokens, of them `num_nodes` by drafter, in step_s seconds and draft_s more by drafter."""
-        self._step_s.add(num_tokens, step_s)
+    def step_took(
+        self, num_rows: int, num_other_tokens: int, num_nodes: Mapping[str, int], step_s: float, draft_s: Mapping[str, float]
+    ) -> None:
+        """See `Chooser`."""
+        all_nodes = sum(num_nodes.values())
+        if not all_nodes:
+            self._plain_s.add(num_rows + num_other_tokens, step_s)
+        elif not num_other_tokens:
+            self._verify_s.add(num_rows + all_nodes, step_s)
+            self._plain_s.bound(num_rows + all_nodes, step_s)  # without nodes they would have taken no longer
+        self._since_plain = self._since_plain + 1 if all_nodes else 0
         for name, count in num_nodes.items():
             if count and name in draft_s:
                 self._draft_s[name].add(count, draft_s[name])
@@ -125,21 +150,21 @@ class WidthModel:
 
     def first_observer(self, num_rows: int) -> str:
         """Who promises most to one row among `num_rows` more that draft like it; unmeasured, the first that was named."""
-        values = dict(self._values(RowDrafting(), [*self._stateful, *self._light], self._costs(num_rows + 1, num_rows + 1)))
+        values = dict(self._values(RowDrafting(), [*self._stateful, *self._light], self._costs(Base(num_rows + 1))))
         best = max(values, key=values.__getitem__, default=OFF)
         return best if values.get(best, 0.0) > 0 else OFF
 
     def choose(self, rows: Sequence[RowDrafting], most: Sequence[int], num_other_tokens: int) -> list[Choice]:
         """See `Chooser`."""
         self._step += 1
-        base = len(rows) + num_other_tokens
-        plain_s = self._step_s(base)
+        base = Base(len(rows), num_other_tokens)
+        plain_s = self._plain_s(base.num_tokens)
         if not plain_s:  # nothing measured yet
             return [Choice(OFF, 0, row.observer) for row in rows]
-        costs = self._costs(len(rows), base)
+        costs = self._costs(base)
         drafters = [self._best(row, self._options(row), costs)[0] for row in rows]
         levels, rate = self._best_levels(rows, drafters, most, base)
-        if any(levels) and not num_other_tokens and self._step_s.age(base) > PLAIN_AGE:
+        if any(levels) and not num_other_tokens and self._since_plain > PLAIN_AGE:
             lost_s = plain_s - len(rows) / rate
             if lost_s <= self._saved_s:
                 self._saved_s -= lost_s
@@ -165,14 +190,14 @@ class WidthModel:
         """Who can propose for a row now."""
         return [row.observer, *self._light] if row.observer in self._stateful else self._light
 
-    def _costs(self, num_rows: int, base: int) -> dict[str, list[float]]:
+    def _costs(self, base: Base) -> dict[str, list[float]]:
         """Tokens that plain decoding would commit, a row, in the time that each number of levels takes, from 1 on, by drafter."""
-        plain_s = self._step_s(base)
+        plain_s = self._plain_s(base.num_tokens)
         if not plain_s:
             return {name: [0.0] * shape.depth for name, shape in self._shapes.items()}
         out: dict[str, list[float]] = {}
         for name, shape in self._shapes.items():
-            nodes = [self._nodes(name, level) * num_rows for level in range(1, shape.depth + 1)]
+            nodes = [self._nodes(name, level) * base.num_rows for level in range(1, shape.depth + 1)]
             out[name] = [max(self._seconds(base, {name: count}) - plain_s, 0.0) / plain_s for count in nodes]
         return out
 
@@ -215,7 +240,7 @@ class WidthModel:
     # -- how far --------------------------------------------------------------------------------------------------------
 
     def _best_levels(
-        self, rows: Sequence[RowDrafting], drafters: Sequence[str], most: Sequence[int], base: int
+        self, rows: Sequence[RowDrafting], drafters: Sequence[str], most: Sequence[int], base: Base
     ) -> tuple[list[int], float]:
         """How many levels of each row are worth their nodes, and the tokens a second that they promise."""
         gains: list[tuple[float, int]] = []
@@ -245,7 +270,7 @@ class WidthModel:
         return levels, best_rate
 
     def _try_one(
-        self, rows: Sequence[RowDrafting], drafters: list[str], levels: list[int], most: Sequence[int], base: int
+        self, rows: Sequence[RowDrafting], drafters: list[str], levels: list[int], most: Sequence[int], base: Base
     ) -> None:
         """Spend what was saved on a try: by a drafter that could, or by one that must come and watch first."""
         tries: list[tuple[int, int, str]] = []
@@ -278,12 +303,17 @@ class WidthModel:
                 nodes[name] += self._nodes(name, count)
         return nodes
 
-    def _rate(self, num_tokens: float, base: int, nodes: Mapping[str, int]) -> float:
+    def _rate(self, num_tokens: float, base: Base, nodes: Mapping[str, int]) -> float:
         return num_tokens / max(self._seconds(base, nodes), 1e-9)
 
-    def _seconds(self, base: int, nodes: Mapping[str, int]) -> float:
+    def _seconds(self, base: Base, nodes: Mapping[str, int]) -> float:
+        plain_s, all_nodes = self._plain_s(base.num_tokens) or 0.0, sum(nodes.values())
+        if not all_nodes:
+            return plain_s
+        alone_s = self._plain_s(base.num_rows) or 0.0
+        verify_s = self._verify_s(base.num_rows + all_nodes) or self._plain_s(base.num_rows + all_nodes) or 0.0
         drafting = sum(self._draft_s[name](count) or 0.0 for name, count in nodes.items() if count)
-        return (self._step_s(base + sum(nodes.values())) or 0.0) + drafting
+        return plain_s + max(verify_s - alone_s, 0.0) + drafting
 
     def _levels(self, drafter: str, nodes: int) -> int:
         shape = self._shapes[drafter]
