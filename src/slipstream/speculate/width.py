@@ -3,7 +3,9 @@
 What a step without nodes takes, t(T), is learnt from such steps, by the tokens T they compute, prompts' too; what one with nodes
 takes, v(T), from those without prompts; what each drafter takes, likewise. They are kept apart: the first node of a step may cost
 far more than the next ones (rows of unequal length, a kernel for another shape), and a prompt's tokens far less than nodes. To a
-step of R rows, n nodes add v(R + n) - t(R), whatever prompts are computed beside them. What nodes bring is learnt by request and drafter: alpha, how often the next level of its drafts was accepted. The first level
+step of R rows, n nodes add v(R + n) - t(R), whatever prompts are computed beside them.
+
+What nodes bring is learnt by request and drafter: alpha, how often the next level of its drafts was accepted. The first level
 brings alpha tokens, the second alpha^2, and so on. Each row takes the drafter that would bring most, net of its time, if all R
 rows drafted like it. Then the levels of all rows, best first, are taken as long as
 
