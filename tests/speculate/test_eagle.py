@@ -98,7 +98,7 @@ def test_under_pressure(family: str, name: str, shape: str, caching: bool, page_
         tiny_model(family),
         lag=1,
         page_size=page_size,
-        chunk=64,
+        chunk=32,
         drafters={"eagle": through_files(head_of(family, name), SHAPES[shape])},
         num_pages=tight(JOBS, page_size),
         enable_prefix_caching=caching,
