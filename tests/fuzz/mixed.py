@@ -37,6 +37,9 @@ class RandomChooser:
     def filled(self, drafter: str, num_tokens: int, fill_s: float) -> None:
         """Nothing to learn."""
 
+    def watched(self, drafter: str, num_rows: int, watch_s: float) -> None:
+        """Nothing to learn."""
+
     def draft_was(self, row: RowDrafting, drafter: str, num_accepted: int, num_nodes: int) -> None:
         """Nothing to learn."""
 

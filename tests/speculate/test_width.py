@@ -178,6 +178,7 @@ class Several:
     alphas: dict[str, float]
     level_s: dict[str, float]
     num_rows: int = 4
+    watch_s: float = 0.0  # what "s" takes to watch a row that it does not draft for
     rng: random.Random = field(default_factory=lambda: random.Random(5))
     tokens: int = 0
     seconds: float = 0.0
@@ -200,6 +201,9 @@ class Several:
         self.model.step_took(self.num_rows, 0, nodes, step_s, draft_s)
         if filled:
             self.model.filled("s", filled * 50, filled * 0.01)
+        watched = sum(row.observer == "s" for row in self.rows) if not nodes["s"] else 0
+        if watched:
+            self.model.watched("s", watched, self.watch_s * watched)
         for row, choice in zip(self.rows, choices, strict=True):
             level = 0
             while level < choice.num_nodes and self.rng.random() < self.alphas[choice.drafter]:
@@ -208,7 +212,7 @@ class Several:
                 self.model.draft_was(row, choice.drafter, level, choice.num_nodes)
             self.tokens += 1 + level
             self.proposed.append(choice.drafter)
-        self.seconds += step_s + sum(draft_s.values()) + filled * 0.01
+        self.seconds += step_s + sum(draft_s.values()) + filled * 0.01 + watched * self.watch_s
 
     def _watch(self, row: RowDrafting, choice: Choice) -> int:
         """What the scheduler makes of a choice: who has state proposes only where it watched, and fills in when it comes."""
@@ -246,6 +250,18 @@ def test_drafters_that_do_not_pay_sleep_and_cost_nothing(shape: Shape) -> None:
     for _ in range(4000):
         world.step()
     assert world.proposed[-1000:].count("s") > 800
+
+
+def test_a_head_that_does_not_pay_does_not_stay_to_watch() -> None:
+    """To watch a row takes it a tenth of a step. It is tried now and then, as much as may be spent on it, and leaves again."""
+    world = Several(HEAD, {"n": 0.0, "s": 0.1}, {"n": 0.1e-3, "s": 1e-3}, watch_s=1e-3)
+    for row in world.rows:
+        row.observer = "s"
+    for _ in range(3000):
+        world.step()
+    plain_s = 3000 * memory_bound(world.num_rows)
+    assert (world.tokens / world.seconds) / (3000 * world.num_rows / plain_s) > 0.98
+    assert "s" in world.proposed[-1500 * world.num_rows :], "it must be tried again"
 
 
 def test_who_is_on_trial_does_not_come_to_a_row_that_may_have_no_node() -> None:

@@ -167,6 +167,11 @@ class Ledger:
         return len(self._slots) > 0
 
     @property
+    def num_slots(self) -> int:
+        """Most requests that run at once."""
+        return len(self._epochs) - 1
+
+    @property
     def is_waiting(self) -> bool:
         """Whether steps in flight keep something that will be free once they are settled."""
         return any(holding.released or holding.parted for holding in self._held.values())

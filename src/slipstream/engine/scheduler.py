@@ -122,6 +122,8 @@ class Scheduler:
                 self._chooser.filled(name, filled[name], seconds)
             elif name not in prompts and name in draft_s:
                 draft_s[name] += seconds
+            elif name not in prompts:
+                self._chooser.watched(name, sum(row.observer == name for row in plan.rows), seconds)
         num_prompt_tokens = sum(chunk.num_tokens for chunk in plan.chunks)
         self._chooser.step_took(len(plan.rows), num_prompt_tokens, num_nodes, result.device_s - in_drafters, draft_s)
         first = len(launched.sampled) - len(plan.rows)
@@ -254,7 +256,9 @@ class Scheduler:
         return self.ledger.match(request.request.cache_salt, request.tokens, drafter, sibling)
 
     def _first_observer(self, request: Request) -> str:
-        return self._chooser.first_observer(len(self.running)) if request.max_nodes else OFF
+        """Who watches a waiting request's prompt: beside those that run, others come in with it."""
+        others = len(self.running) + len(self.waiting) - 1
+        return self._chooser.first_observer(min(others, self.ledger.num_slots - 1)) if request.max_nodes else OFF
 
     def _must_wait(self, request: Request) -> bool:
         """A sample of a prompt that another sample is just computing waits for the pages instead of computing them again."""
@@ -266,9 +270,9 @@ class Scheduler:
         return next((each for each in self.running if each.request_id == wanted), None) if wanted is not None else None
 
     def _admit(self, request: Request, match: Match, draft: _Draft) -> None:
+        observer = self._first_observer(request)
         self.waiting.remove(request)
         self._policy.note_admitted(request, self.waiting)
-        observer = self._first_observer(request)
         if match.draft_from and self._shapes[observer].catches_up:  # it comes in once it has filled its KV in
             observer = OFF
         drafter = observer if self._shapes[observer].has_kv else NOBODY

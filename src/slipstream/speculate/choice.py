@@ -138,6 +138,10 @@ class Chooser(Protocol):
         """To catch up with `num_tokens` tokens took `drafter` fill_s seconds."""
         ...
 
+    def watched(self, drafter: str, num_rows: int, watch_s: float) -> None:
+        """To watch `num_rows` rows for which it did not draft took `drafter` watch_s seconds."""
+        ...
+
     def draft_was(self, row: RowDrafting, drafter: str, num_accepted: int, num_nodes: int) -> None:
         """A row's draft of `num_nodes` nodes had `num_accepted` levels accepted."""
         ...
@@ -169,6 +173,9 @@ class Widest:
         """Nothing to learn."""
 
     def filled(self, drafter: str, num_tokens: int, fill_s: float) -> None:
+        """Nothing to learn."""
+
+    def watched(self, drafter: str, num_rows: int, watch_s: float) -> None:
         """Nothing to learn."""
 
     def draft_was(self, row: RowDrafting, drafter: str, num_accepted: int, num_nodes: int) -> None:

@@ -38,7 +38,8 @@ TRYING_SHARE = 0.005
 TRIED_LEVELS = 2
 PLAIN_AGE = 16  # steps with nodes after which what one without takes is worth a look
 CHANGE = 0.1  # tokens a step by which another observer must promise more than what there is
-STAY = 32  # steps for which a new observer is thought to stay; one that cannot catch up leaves after so many idle ones
+STAY = 32  # steps for which a new observer is thought to stay; one that cannot catch up leaves after so many idle ones,
+LEAVE = 4  # or after so many if it does not promise what watching takes: a step to watch, one to draft, two until that is settled
 
 
 class Curve:
@@ -121,6 +122,7 @@ class WidthModel:
         self._since_plain = 0
         self._draft_s = {name: Curve() for name in self._shapes}
         self._fill_s = {name: Curve() for name in self._stateful}
+        self._watch_s = {name: Curve() for name in self._stateful}
         self._all = {name: Acceptance() for name in self._shapes}
         self._saved_s = 0.0
         self._step = 0
@@ -144,6 +146,11 @@ class WidthModel:
         """To catch up with `num_tokens` tokens took `drafter` fill_s seconds."""
         self._fill_s[drafter].add(num_tokens, fill_s)
 
+    def watched(self, drafter: str, num_rows: int, watch_s: float) -> None:
+        """See `Chooser`."""
+        if drafter in self._watch_s:
+            self._watch_s[drafter].add(num_rows, watch_s)
+
     def draft_was(self, row: RowDrafting, drafter: str, num_accepted: int, num_nodes: int) -> None:
         """A row's draft of `num_nodes` nodes had `num_accepted` of its levels accepted."""
         levels = self._levels(drafter, num_nodes)
@@ -154,7 +161,8 @@ class WidthModel:
         """Who promises most to one row among `num_rows` more that draft like it; unmeasured, the first that was named."""
         values = dict(self._values(RowDrafting(), [*self._stateful, *self._light], self._costs(Base(num_rows + 1))))
         best = max(values, key=values.__getitem__, default=OFF)
-        return best if values.get(best, 0.0) > 0 else OFF
+        least = CHANGE if best in self._stateful else 0.0  # it watches the prompt, too
+        return best if values.get(best, 0.0) > least else OFF
 
     def choose(self, rows: Sequence[RowDrafting], most: Sequence[int], num_other_tokens: int) -> list[Choice]:
         """See `Chooser`."""
@@ -182,7 +190,7 @@ class WidthModel:
             if count:
                 row.record(drafter).last_tried = self._step
             on_trial = row.on_trial if most[place] else ""  # nobody comes who may not draft
-            observer = on_trial or self._observer(row, drafter, most[place], costs, len(rows) / plain_s)
+            observer = on_trial or self._observer(row, drafter, most[place], costs, len(rows), plain_s)
             choices.append(Choice(drafter if count else OFF, min(most[place], self._nodes(drafter, count)), observer))
         return choices
 
@@ -218,16 +226,19 @@ class WidthModel:
         return max(self._values(row, names, costs), key=lambda each: each[1], default=(OFF, 0.0))
 
     def _observer(
-        self, row: RowDrafting, drafter: str, limit: int, costs: Costs, tokens_per_s: float
+        self, row: RowDrafting, drafter: str, limit: int, costs: Costs, num_rows: int, plain_s: float
     ) -> str:
-        """Who is to watch a row that `drafter` drafts for."""
+        """Who is to watch a row, of `num_rows` whose plain step takes plain_s, that `drafter` drafts for."""
+        tokens_per_s = num_rows / plain_s
         value = self._best(row, self._options(row), costs)[1]
         others = [name for name in self._stateful if name != row.observer]
         better, promised = self._best(row, others, costs)
         if limit and promised > value + CHANGE and (promised - value) * STAY > self._fill_seconds(row, better) * tokens_per_s:
             return better
         if row.observer in self._stateful:
-            return OFF if row.idle >= STAY else row.observer
+            own = self._best(row, [row.observer], costs)[1]
+            pays = own > (self._watch_s[row.observer](num_rows) or 0.0) * tokens_per_s / num_rows
+            return OFF if row.idle >= (STAY if pays else LEAVE) else row.observer
         return drafter if drafter in self._light else OFF
 
     def _fill_seconds(self, row: RowDrafting, drafter: str) -> float:
@@ -289,7 +300,8 @@ class WidthModel:
         nodes = self._all_nodes(drafters, levels)
         cost = self._seconds(base, nodes + Counter({name: self._nodes(name, tried)})) - self._seconds(base, nodes)
         comes = name not in self._options(rows[place])
-        cost += self._fill_seconds(rows[place], name) * comes
+        if comes:
+            cost += self._fill_seconds(rows[place], name) + LEAVE * (self._watch_s[name](1) or 0.0)
         if cost > self._saved_s:
             return
         self._saved_s -= cost
