@@ -26,6 +26,7 @@ from pydantic import (
 from slipstream.errors import ConfigError, shown
 
 DEFAULT_MODEL = "smollm2-135m"
+COMES_WITH: Mapping[str, tuple[str, ...]] = {DEFAULT_MODEL: ("ngram",)}  # drafters, by model, where --speculate names none
 GROUPS = ("Model", "Scheduling", "Memory", "Decoding", "Server", "Logging")
 
 
@@ -119,7 +120,10 @@ class EngineConfig(BaseModel):
     )
 
     speculate: Words = _setting(
-        "Decoding", (), "A drafter, as `name` or `name:key=value,key=value`; may be given several times, see drafting.md."
+        "Decoding",
+        (),
+        "A drafter, as `name` or `name:key=value,key=value`; may be given several times, see drafting.md. By default what the "
+        "model comes with: the default model with ngram, others with none. `off` decodes plainly.",
     )
     adaptive_speculation: bool = _setting(
         "Decoding", True, "Draft as many tokens as pay, by what steps take and drafts bring; off drafts as many as may be."
@@ -156,9 +160,14 @@ class EngineConfig(BaseModel):
     log_json: bool = _setting("Logging", False, "Log one JSON object a line.")
 
     @property
+    def drafters(self) -> tuple[str, ...]:
+        """What `speculate` names, else what the model comes with."""
+        return self.speculate or COMES_WITH.get(self.model, ())
+
+    @property
     def can_draft(self) -> bool:
-        """Whether a drafter is named, `off` not counted."""
-        return any(spec.partition(":")[0].strip() != "off" for spec in self.speculate)
+        """Whether there is a drafter, `off` not counted."""
+        return any(spec.partition(":")[0].strip() != "off" for spec in self.drafters)
 
     @model_validator(mode="wrap")
     @classmethod

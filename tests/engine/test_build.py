@@ -5,11 +5,16 @@ from __future__ import annotations
 import pytest
 
 from slipstream.attention.registry import attention_backend, backend_names
-from slipstream.config import EngineConfig
+from slipstream.config import DEFAULT_MODEL, EngineConfig
 from slipstream.engine import build
-from slipstream.engine.build import pick_device, pick_num_pages
+from slipstream.engine.build import engine_around, pick_device, pick_num_pages
 from slipstream.errors import ConfigError
+from slipstream.speculate import registry
+from slipstream.speculate.base import Drafter
+from slipstream.speculate.registry import Target
+from slipstream.testing.byte_tokenizer import ByteTokenizer
 from slipstream.testing.hash_lm import HashLM
+from slipstream.weights.loaded import LoadedModel, LoadedText
 
 MODEL = HashLM()  # 16 bytes a token
 
@@ -43,3 +48,24 @@ def test_backends_are_found_by_file_name() -> None:
 
 def test_auto_is_the_cpu() -> None:
     assert pick_device("auto").type == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("model", "speculate", "drafters"),
+    [(DEFAULT_MODEL, (), ("ngram",)), (DEFAULT_MODEL, ("off",), ("off",)), ("another", (), ())],
+)
+def test_the_default_model_comes_with_ngram(
+    model: str, speculate: tuple[str, ...], drafters: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built: list[tuple[str, ...]] = []
+
+    def build_drafters(specs: tuple[str, ...], target: Target) -> dict[str, Drafter]:
+        built.append(specs)
+        return registry.build_drafters(specs, target)
+
+    monkeypatch.setattr(build, "build_drafters", build_drafters)
+    settings = EngineConfig(model=model, speculate=speculate, num_pages=8, max_model_len=64)
+    text = LoadedText(model, "hash", ByteTokenizer(), None, None, (), {}, MODEL.vocab_size, 64)
+    engine_around(LoadedModel(HashLM(), text, 0, MODEL.dtype), settings).close()
+    assert built == [drafters]
+    assert settings.can_draft == (drafters == ("ngram",))

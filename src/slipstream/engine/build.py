@@ -82,7 +82,7 @@ def engine_around(loaded: LoadedModel, config: EngineConfig) -> Engine:
     """The configured engine around a model that `load_configured` loaded; several may follow each other around one."""
     return assemble_engine(
         loaded.model,
-        config,
+        config.model_copy(update={"speculate": config.drafters}),
         eos_token_ids=loaded.eos_token_ids,
         stop_text=lambda request: StopScanner(loaded.tokenizer, request.params),
         context_len=loaded.context_len,
