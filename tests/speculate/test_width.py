@@ -273,7 +273,7 @@ def test_who_is_on_trial_does_not_come_to_a_row_that_may_have_no_node() -> None:
 
 
 def test_a_curve_has_straight_lines_and_never_falls() -> None:
-    curve = Curve()
+    curve = Curve(0.5)
     assert curve(3) is None
     for count, seconds in ((4, 2.0), (8, 1.0), (12, 5.0)):
         curve.add(count, seconds)
@@ -283,7 +283,7 @@ def test_a_curve_has_straight_lines_and_never_falls() -> None:
 
 
 def test_more_tokens_take_no_longer_than_in_proportion() -> None:
-    curve = Curve()
+    curve = Curve(0.5)
     for count, seconds in ((8, 40.0), (4, 10.0)):
         curve.add(count, seconds)
     assert [curve(count) for count in (4, 8)] == [10.0, 20.0]
@@ -312,7 +312,7 @@ def test_what_was_learnt_on_a_busy_machine_is_unlearnt(first: int, num_rows: int
 
 
 def test_a_curve_forgets_what_was_not_measured_again() -> None:
-    curve = Curve()
+    curve = Curve(0.5)
     for count, seconds in ((4, 2.0), (5, 2.0), (8, 100.0)):
         curve.add(count, seconds)
     for _ in range(300):

@@ -11,6 +11,9 @@ rows drafted like it. Then the levels of all rows, best first, are taken as long
 
     tokens a second        (R + what they bring) / (t(T) + v(R + their nodes) - t(R) + drafting)             grows.
 
+Machines are faster and slower by turns. What is known of plain steps, which most are or which are looked at now and then, says how
+the pace is, and all is kept at one pace: else drafts that were measured in good times would look cheap in bad ones.
+
 A row that drafts nothing would never learn that it should, and rows that always draft would never learn that plain steps have
 become cheap. A two-hundredth of the time is set aside for trying: it is saved up step by step, and spent on the row and drafter
 that have gone longest without, or on a step without drafts. It imports no torch.
@@ -25,8 +28,10 @@ from dataclasses import dataclass
 
 from slipstream.speculate.choice import OFF, Acceptance, Choice, RowDrafting, Shape
 
-FASTER, SLOWER = 0.5, 0.05  # share of a new measurement in what is known: others make a step slower, nobody makes it faster
+SHARE, LOWER = 0.05, 0.3  # of a measurement in what is known, and of one that took less: others make a step slower, nobody faster;
+HASTY, FEW = 0.5, 4  # but of the first few, where they took less: a first step of its kind may wait for much that is not its own
 OUTLIER = 1.5  # a measurement counts as at most this many times what is known: machines have hiccups
+PACE, JUMP = 0.3, 1.2  # share of a plain step in how fast the machine is just now, and how much slower it may say that this is
 FORGET = 400  # measurements after which one that was not made again says nothing any more
 ROW_MEMORY, ALL_MEMORY = 0.85, 0.99  # how much of what was seen still counts one draft later, of a row and of all
 PRIOR_WEIGHT = 1.0  # levels that a new request is thought to have seen, with the acceptance of the others
@@ -48,9 +53,14 @@ class Curve:
     Most of it was measured some time ago, perhaps while another process kept the machine busy. So the newest measurement tells
     of its neighbours, too: fewer take no longer, and more take no longer than in proportion. What has not been measured again
     for long is forgotten, so that a wrong value does not keep itself from being corrected.
+
+    Args:
+        lower: share that a measurement which took less has in what is known.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, lower: float) -> None:
+        self._lower = lower
+        self._times: dict[int, int] = {}  # how often each count was measured
         self._seconds: dict[int, float] = {}
         self._measured: dict[int, int] = {}
         self._counts: list[int] = []
@@ -65,12 +75,14 @@ class Curve:
         if known is None:
             bisect.insort(self._counts, count)
         else:
-            seconds = known + (FASTER if seconds < known else SLOWER) * (min(seconds, OUTLIER * known) - known)
+            share = (HASTY if self._times[count] < FEW else self._lower) if seconds < known else SHARE
+            seconds = known + share * (min(seconds, OUTLIER * known) - known)
         self._seconds[count] = seconds
+        self._times[count] = self._times.get(count, 0) + 1
         self._measured[count] = self._now
         oldest = min(self._measured, key=self._measured.__getitem__)
         if len(self._counts) > 2 and self._measured[oldest] < self._now - FORGET:
-            del self._measured[oldest], self._seconds[oldest]
+            del self._measured[oldest], self._seconds[oldest], self._times[oldest]
             self._counts.remove(oldest)
         self.bound(count, seconds)
 
@@ -80,6 +92,10 @@ class Curve:
             self._seconds[other] = min(value, seconds * max(1.0, other / count))
         highest = 0.0
         self._highest = [highest := max(highest, self._seconds[each]) for each in self._counts]
+
+    def known(self, count: int) -> float | None:
+        """What a count that was measured takes; None where it was not."""
+        return self._seconds.get(_rounded(count))
 
     def __call__(self, count: float) -> float | None:
         """Seconds at a count; None where nothing was measured yet."""
@@ -118,11 +134,13 @@ class WidthModel:
         self._shapes = {name: shape for name, shape in shapes.items() if shape.num_nodes}
         self._light = [name for name, shape in self._shapes.items() if not shape.has_state]
         self._stateful = [name for name, shape in self._shapes.items() if shape.has_state]
-        self._plain_s, self._verify_s = Curve(), Curve()  # steps without nodes, and with nodes
+        self._plain_s = Curve(SHARE)  # steps without nodes; what passes is their pace
+        self._verify_s = Curve(LOWER)  # steps with nodes
+        self._pace = 1.0  # what a step takes now, as a multiple of what such a step is known to take
         self._since_plain = 0
-        self._draft_s = {name: Curve() for name in self._shapes}
-        self._fill_s = {name: Curve() for name in self._stateful}
-        self._watch_s = {name: Curve() for name in self._stateful}
+        self._draft_s = {name: Curve(LOWER) for name in self._shapes}
+        self._fill_s = {name: Curve(LOWER) for name in self._stateful}
+        self._watch_s = {name: Curve(LOWER) for name in self._stateful}
         self._all = {name: Acceptance() for name in self._shapes}
         self._saved_s = 0.0
         self._step = 0
@@ -131,25 +149,28 @@ class WidthModel:
         self, num_rows: int, num_other_tokens: int, num_nodes: Mapping[str, int], step_s: float, draft_s: Mapping[str, float]
     ) -> None:
         """See `Chooser`."""
-        all_nodes = sum(num_nodes.values())
+        all_nodes, num_tokens = sum(num_nodes.values()), num_rows + num_other_tokens
+        if not all_nodes and (known_s := self._plain_s.known(num_tokens)):
+            self._pace *= 1 + PACE * (min(step_s / (known_s * self._pace), JUMP) - 1)
+        step_s /= self._pace
         if not all_nodes:
-            self._plain_s.add(num_rows + num_other_tokens, step_s)
+            self._plain_s.add(num_tokens, step_s)
         elif not num_other_tokens:
             self._verify_s.add(num_rows + all_nodes, step_s)
             self._plain_s.bound(num_rows + all_nodes, step_s)  # without nodes they would have taken no longer
         self._since_plain = self._since_plain + 1 if all_nodes else 0
         for name, count in num_nodes.items():
             if count and name in draft_s:
-                self._draft_s[name].add(count, draft_s[name])
+                self._draft_s[name].add(count, draft_s[name] / self._pace)
 
     def filled(self, drafter: str, num_tokens: int, fill_s: float) -> None:
         """To catch up with `num_tokens` tokens took `drafter` fill_s seconds."""
-        self._fill_s[drafter].add(num_tokens, fill_s)
+        self._fill_s[drafter].add(num_tokens, fill_s / self._pace)
 
     def watched(self, drafter: str, num_rows: int, watch_s: float) -> None:
         """See `Chooser`."""
         if drafter in self._watch_s:
-            self._watch_s[drafter].add(num_rows, watch_s)
+            self._watch_s[drafter].add(num_rows, watch_s / self._pace)
 
     def draft_was(self, row: RowDrafting, drafter: str, num_accepted: int, num_nodes: int) -> None:
         """A row's draft of `num_nodes` nodes had `num_accepted` of its levels accepted."""
