@@ -11,8 +11,8 @@ rows drafted like it. Then the levels of all rows, best first, are taken as long
 
     tokens a second        (R + what they bring) / (t(T) + v(R + their nodes) - t(R) + drafting)             grows.
 
-Machines are faster and slower by turns. What is known of plain steps, which most are or which are looked at now and then, says how
-the pace is, and all is kept at one pace: else drafts that were measured in good times would look cheap in bad ones.
+Machines are faster and slower by turns. What is known of plain steps, which most are or which are looked at now and then, tells the
+pace, and all is kept at one pace: else drafts that were measured in good times would look cheap in bad ones.
 
 A row that drafts nothing would never learn that it should, and rows that always draft would never learn that plain steps have
 become cheap. A two-hundredth of the time is set aside for trying: it is saved up step by step, and spent on the row and drafter
@@ -28,8 +28,8 @@ from dataclasses import dataclass
 
 from slipstream.speculate.choice import OFF, Acceptance, Choice, RowDrafting, Shape
 
-SHARE, LOWER = 0.05, 0.3  # of a measurement in what is known, and of one that took less: others make a step slower, nobody faster;
-HASTY, FEW = 0.5, 4  # but of the first few, where they took less: a first step of its kind may wait for much that is not its own
+SHARE, LOWER = 0.05, 0.3  # of a measurement in what is known, and of one that took less: others make a step slower, none faster
+HASTY, FEW = 0.5, 4  # of the first few, where they took less: a first step of its kind may wait for much that is not its own
 OUTLIER = 1.5  # a measurement counts as at most this many times what is known: machines have hiccups
 PACE, JUMP = 0.3, 1.2  # share of a plain step in how fast the machine is just now, and how much slower it may say that this is
 FORGET = 400  # measurements after which one that was not made again says nothing any more
