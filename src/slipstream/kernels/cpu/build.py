@@ -36,8 +36,6 @@ FLAGS = (
     "-O3",
     "-fPIC",
     "-pthread",
-    "-Wall",
-    "-Wextra",
     "-fno-math-errno",
     "-ffp-contract=off",
     "-mavx2",
@@ -140,7 +138,7 @@ def _build(compiler: Sequence[str], sources: Path, target: Path) -> None:
 def _run(command: Sequence[str]) -> str:
     done = subprocess.run(command, capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL)
     if done.returncode:
-        said = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
+        said = [line for line in done.stderr.splitlines() if "error:" in line] or done.stderr.splitlines()
         raise BuildError(f"{command[0]} must compile the kernels, but ended with {done.returncode}: {' '.join(said[:1])}")
     return done.stdout
 
