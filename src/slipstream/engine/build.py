@@ -34,7 +34,7 @@ from slipstream.speculate.width import WidthModel
 from slipstream.text.detokenize import StopScanner
 from slipstream.text.tokenizer import Tokenizer
 from slipstream.weights import load
-from slipstream.weights.loaded import LoadedModel
+from slipstream.weights.loaded import LoadedModel, Numbers
 
 # Of the memory that is free once the weights are there, this share may become KV; the rest is activations and everybody else's.
 KV_MEMORY_SHARE = 0.4
@@ -75,7 +75,16 @@ def build_engine(config: EngineConfig, on_progress: Callable[[str, float], None]
 def load_configured(config: EngineConfig, on_progress: Callable[[str, float], None] | None = None) -> LoadedModel:
     """Load the configured model to the configured device."""
     device = pick_device(config.device)
-    return load(config.model, dtype=config.dtype, device=device, max_context=config.max_model_len, on_progress=on_progress)
+    return load(
+        config.model,
+        dtype=config.dtype,
+        quantization=config.quantization,
+        cpu_kernels=config.cpu_kernels,
+        kv_cache_dtype=config.kv_cache_dtype,
+        device=device,
+        max_context=config.max_model_len,
+        on_progress=on_progress,
+    )
 
 
 def engine_around(loaded: LoadedModel, config: EngineConfig) -> Engine:
@@ -88,6 +97,8 @@ def engine_around(loaded: LoadedModel, config: EngineConfig) -> Engine:
         context_len=loaded.context_len,
         device=pick_device(config.device),
         num_parameters=loaded.num_parameters,
+        weight_bytes=loaded.weight_bytes,
+        formats=loaded.formats,
         tokenizer=loaded.tokenizer,
     )
 
@@ -105,6 +116,8 @@ def assemble_engine(
     executor: Callable[[Device], Executor] = ThreadExecutor,
     order: ReuseOrder = "newest",
     num_parameters: int = 0,
+    weight_bytes: int | None = None,
+    formats: Iterable[str] = (),
     tokenizer: Tokenizer | None = None,
     chooser: Callable[[Mapping[str, Shape], EngineConfig], Chooser] = default_chooser,
 ) -> Engine:
@@ -112,7 +125,8 @@ def assemble_engine(
 
     Args:
         model: the target.
-        config: everything the engine reads of it; `model`, `dtype` and the server's fields are not looked at.
+        config: everything the engine reads of it; `model` and the server's fields are not looked at, and what it says of numbers
+            is for models that drafters load.
         eos_token_ids: ids that end an answer.
         stop_text: makes the stop string finder of a request.
         context_len: most tokens of a request; None: the model's, cut to --max-model-len.
@@ -121,7 +135,7 @@ def assemble_engine(
         drafters: drafters built by the caller. None: the configured ones.
         executor: where steps run.
         order: which free slot or page is reused first.
-        num_parameters: of the model, for the memory table.
+        num_parameters, weight_bytes, formats: of the model, for the memory table.
         tokenizer: of the model, for drafters; None: not known.
         chooser: makes what chooses drafters and widths.
 
@@ -131,7 +145,10 @@ def assemble_engine(
     context_len = context_len or min(model.context_len, config.max_model_len or model.context_len)
     attention = attention or attention_backend(config.attention_backend)
     accept = RULES[config.accept]()
-    target = Target(model, config.page_size, device, attention, tokenizer, accept)
+    # A draft model is held as the target is; `auto` must not come to another dtype for it.
+    dtype = str(model.dtype).removeprefix("torch.") if config.dtype == "auto" else config.dtype
+    numbers = Numbers(dtype, config.quantization, config.cpu_kernels, config.kv_cache_dtype)
+    target = Target(model, config.page_size, device, attention, tokenizer, accept, numbers)
     if drafters is None:
         built = build_drafters(config.speculate, target)
     else:
@@ -147,6 +164,8 @@ def assemble_engine(
         num_pages=num_pages,
         num_host_pages=num_host_pages,
         num_parameters=num_parameters,
+        weight_bytes=weight_bytes,
+        formats=formats,
         drafters=built.values(),
         memory=memory_of(device),
     )

@@ -1,16 +1,36 @@
-"""Matrix product with an optional bias; several of them fused into one; and its form packed for the CPU."""
+"""Matrix product with an optional bias; several of them fused into one; and its forms packed for the CPU.
+
+    weights     plain          torch (packed by oneDNN where it can be)        our kernels
+                quantised      dequantised to the model's dtype, then torch    our kernels, as they are
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import StrEnum
 from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from slipstream.kernels.formats import Matrix, QuantizedTensor
+from slipstream.layers.activation import Activation
+
 # Types oneDNN has fast products for on every CPU; the others stay with the plain one.
 _PACKED_DTYPES = (torch.float32, torch.bfloat16)
+
+
+class Arithmetic(StrEnum):
+    """What multiplies matrices.
+
+    TORCH: torch's products. KERNELS: ours, with activations as each format is fastest: 8 bit for quantised weights, bfloat16 for
+    bfloat16, float32 for float32. EXACT: ours, in float32 whatever the weights are.
+    """
+
+    TORCH = "torch"
+    KERNELS = "kernels"
+    EXACT = "exact"
 
 
 class Product(Protocol):
@@ -55,15 +75,59 @@ class PackedLinear:
         return out
 
 
-def linear(weights: Sequence[Tensor], biases: Sequence[Tensor] = ()) -> Product:
-    """The fastest product there is for the weights' device and dtype.
+class Gated:
+    """act(gate) * up, the first half of a gated MLP; `gate_up` gives gate's outputs and then up's."""
+
+    __slots__ = ("activation", "gate_up", "num_outputs")
+
+    def __init__(self, gate_up: Product, activation: Activation) -> None:
+        self.gate_up = gate_up
+        self.activation = activation
+        self.num_outputs = gate_up.num_outputs // 2
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, in] -> [T, inner]."""
+        gate, up = self.gate_up(x).chunk(2, -1)
+        return self.activation(gate).mul_(up)
+
+
+def linear(
+    weights: Sequence[Matrix],
+    biases: Sequence[Tensor] = (),
+    *,
+    dtype: torch.dtype = torch.float32,
+    arithmetic: Arithmetic = Arithmetic.TORCH,
+) -> Product:
+    """The fastest product there is for the weights' device and format.
 
     Args:
         weights: [out_i, in] each; several make one product whose outputs are theirs one after the other.
         biases: [out_i] each, or none at all.
+        dtype: of what is multiplied; quantised weights that torch multiplies are dequantised to it.
+        arithmetic: what multiplies.
     """
-    weight = torch.cat(list(weights)) if len(weights) > 1 else weights[0]
+    plain = [weight.dequantize(dtype) if isinstance(weight, QuantizedTensor) else weight for weight in weights]
+    weight = torch.cat(plain) if len(plain) > 1 else plain[0]
     bias = torch.cat(list(biases)) if biases else None
     if weight.device.type == "cpu" and weight.dtype in _PACKED_DTYPES and torch._C._has_mkldnn:
         return PackedLinear(weight, bias)
     return Linear(weight, bias)
+
+
+def gated(
+    weights: Sequence[Matrix],
+    biases: Sequence[Tensor],
+    activation: Activation,
+    *,
+    dtype: torch.dtype = torch.float32,
+    arithmetic: Arithmetic = Arithmetic.TORCH,
+) -> Product:
+    """act(gate) * up, as one product.
+
+    Args:
+        weights: gate's and up's [inner, in], or one [2 inner, in] of both, gate first.
+        biases: theirs, or none at all.
+        activation: of the gate.
+        dtype, arithmetic: as in `linear`.
+    """
+    return Gated(linear(weights, biases, dtype=dtype, arithmetic=arithmetic), activation)

@@ -30,7 +30,7 @@ Parts = tuple[Tensor, Tensor, Tensor | None]  # codes, scales, minimums: a row e
 
 
 def unpack(kind: GGMLQuantizationType, raw: Tensor, shape: tuple[int, int]) -> QuantizedTensor | None:
-    """A tensor's bytes as a quantised matrix; None for a type that is not kept.
+    """A tensor's bytes as a quantised matrix; None for a type that is not kept, and for Q4_0 whose minimums float16 cannot hold.
 
     Args:
         kind: its type.
@@ -54,6 +54,8 @@ def unpack(kind: GGMLQuantizationType, raw: Tensor, shape: tuple[int, int]) -> Q
         codes[part], scales[part], some = unpacker(blocks[part])
         if mins is not None and some is not None:
             mins[part] = some
+    if kind == GGMLQuantizationType.Q4_0 and mins is not None and not bool(mins.isfinite().all()):
+        return None
     per_row = inputs // form.group
     return QuantizedTensor(
         form, shape, codes.view(out, -1), scales.view(out, per_row), None if mins is None else mins.view(out, per_row)

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import mmap
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -42,5 +43,5 @@ class MappedFile:
     def forget(self, start: int, num_bytes: int) -> None:
         """Stop counting these bytes as ours: whole pages within them leave the process, and come back if they are read again."""
         first, last = -(-start // _PAGE) * _PAGE, (start + num_bytes) // _PAGE * _PAGE
-        if last > first and hasattr(mmap, "MADV_DONTNEED"):
+        if sys.platform != "win32" and last > first:
             self._map.madvise(mmap.MADV_DONTNEED, first, last - first)

@@ -11,7 +11,6 @@ import struct
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,7 +66,7 @@ class SafetensorsFolder:
         if entry.file not in self._open:
             self._open[entry.file] = MappedFile(entry.file)
         mapped = self._open[entry.file]
-        raw = torch.from_numpy(mapped.view(entry.start, entry.num_bytes)) if entry.num_bytes else torch.empty(0, dtype=torch.uint8)
+        raw = torch.from_numpy(mapped.view(entry.start, entry.num_bytes))
         stored = kinds[entry.dtype]
         if entry.start % stored.itemsize:  # data behind a header of odd length
             raw = raw.clone()

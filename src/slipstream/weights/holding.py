@@ -1,0 +1,59 @@
+"""In what a model's matrices are held, and what multiplies them: from what the user says, what the file holds and what the machine can.
+
+                        CPU kernels                                           torch (no kernels here, `off`, float16, float64, cuda)
+    --quantization auto quantised matrices of a file as they are,             everything dequantised to --dtype
+                        others in --dtype
+                   none everything in --dtype                                 everything in --dtype
+               q8, q4   matrices in 8 or 4 bits                               the same values, dequantised to --dtype: for comparing
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from slipstream.kernels.choice import why_not_kernels
+from slipstream.kernels.formats import Format
+from slipstream.layers.linear import Arithmetic
+from slipstream.models.parameters import Holding
+from slipstream.observe import log
+from slipstream.weights.loaded import Numbers
+from slipstream.weights.quantize import quantize
+
+logger = logging.getLogger("slipstream.weights")
+
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+}
+_KV_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "int8": torch.int8}
+_QUANTIZED = {"q8": Format.Q8, "q4": Format.Q4}
+
+
+def choose_holding(numbers: Numbers, dtype: torch.dtype, device: torch.device) -> Holding:
+    """The holding of a model that computes in `dtype` (what --dtype comes to) on `device`."""
+    arithmetic = choose_arithmetic(numbers.cpu_kernels, dtype, device)
+    uses_kernels = arithmetic is not Arithmetic.TORCH
+    quantized = _QUANTIZED.get(numbers.quantization)
+    if quantized is not None and not uses_kernels:
+        why = why_not_kernels(numbers.cpu_kernels, dtype, device)
+        log.event(logger, logging.WARNING, "quantised weights are dequantised, and take no less memory", reason=why)
+    return Holding(
+        dtype=torch.float32 if uses_kernels else dtype,
+        matrix_dtype=dtype,
+        kv_dtype=_KV_DTYPES.get(numbers.kv_cache_dtype, dtype),
+        arithmetic=arithmetic,
+        keeps_stored=uses_kernels and numbers.quantization == "auto",
+        quantized=quantized,
+        quantize=quantize,
+    )
+
+
+def choose_arithmetic(cpu_kernels: str, dtype: torch.dtype, device: torch.device) -> Arithmetic:
+    """What multiplies, given --cpu-kernels, what --dtype comes to, and where."""
+    if why_not_kernels(cpu_kernels, dtype, device) is not None:
+        return Arithmetic.TORCH
+    return Arithmetic.EXACT if cpu_kernels == "exact" else Arithmetic.KERNELS
