@@ -69,8 +69,8 @@ class EngineConfig(BaseModel):
     quantization: Literal["auto", "none", "q8", "q4"] = _setting(
         "Model",
         "auto",
-        "What matrices are held in: as their file holds them where the CPU kernels run, else in --dtype (auto); in --dtype (none); "
-        "in 8 or 4 bits, made on loading (q8, q4). See quantization.md.",
+        "What matrices are held in: as their file holds them where the CPU kernels run, else in --dtype (auto); in --dtype "
+        "(none); in 8 or 4 bits, made on loading (q8, q4). See quantization.md.",
     )
     device: Literal["auto", "cpu", "cuda"] = _setting("Model", "auto", "Where the model runs.")
     max_model_len: Int | None = _setting(
@@ -142,8 +142,8 @@ class EngineConfig(BaseModel):
     cpu_kernels: Literal["auto", "exact", "off"] = _setting(
         "Decoding",
         "auto",
-        "Whether our own kernels multiply on the CPU: where they can, with activations rounded to 8 bits for quantised weights and to "
-        "bfloat16 for bfloat16 (auto), in float32 throughout (exact), or never (off).",
+        "Whether our own kernels multiply on the CPU: where they can, with activations rounded to 8 bits for quantised weights "
+        "and to bfloat16 for bfloat16 (auto), in float32 throughout (exact), or never (off).",
     )
     attention_backend: str = _setting("Decoding", "auto", "Attention implementation, or auto.", min_length=1)
     logprobs_mode: Literal["raw", "processed"] = _setting(

@@ -23,6 +23,7 @@ from slipstream.engine.runner import Runner
 from slipstream.engine.scheduler import Scheduler
 from slipstream.engine.settle import StopTextFactory
 from slipstream.errors import ConfigError
+from slipstream.kernels.cpu.library import kernels
 from slipstream.models.base import CausalLM
 from slipstream.observe import log
 from slipstream.speculate.accept import RULES
@@ -38,6 +39,7 @@ from slipstream.weights.loaded import LoadedModel, Numbers
 
 # Of the memory that is free once the weights are there, this share may become KV; the rest is activations and everybody else's.
 KV_MEMORY_SHARE = 0.4
+MAX_KERNEL_THREADS = 64
 
 logger = logging.getLogger("slipstream.engine")
 
@@ -75,7 +77,7 @@ def build_engine(config: EngineConfig, on_progress: Callable[[str, float], None]
 def load_configured(config: EngineConfig, on_progress: Callable[[str, float], None] | None = None) -> LoadedModel:
     """Load the configured model to the configured device."""
     device = pick_device(config.device)
-    return load(
+    loaded = load(
         config.model,
         dtype=config.dtype,
         quantization=config.quantization,
@@ -85,6 +87,9 @@ def load_configured(config: EngineConfig, on_progress: Callable[[str, float], No
         max_context=config.max_model_len,
         on_progress=on_progress,
     )
+    if config.num_threads is not None and loaded.arithmetic != "torch" and (library := kernels()) is not None:
+        library.set_threads(min(config.num_threads, MAX_KERNEL_THREADS))
+    return loaded
 
 
 def engine_around(loaded: LoadedModel, config: EngineConfig) -> Engine:

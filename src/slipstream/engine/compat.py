@@ -134,7 +134,8 @@ def _exact_kernels_in_their_dtypes(config: EngineConfig) -> SlipstreamError | No
     if config.cpu_kernels != "exact" or (config.device != "cuda" and config.dtype in ("auto", "float32", "bfloat16")):
         return None
     return ConfigError(
-        f"--cpu-kernels exact must have the CPU and weights in float32 or bfloat16, but got {config.device!r} and {config.dtype!r}",
+        "--cpu-kernels exact must have the CPU, and weights in float32 or bfloat16, but got "
+        f"--device {config.device} and --dtype {config.dtype}",
         hint="--cpu-kernels off lets torch multiply, in any type",
     )
 

@@ -117,8 +117,10 @@ class QuantizedTensor:
         """The rows `which` (int64 [n]) as a matrix of their own, copied: [n, in]."""
         return self._of([part.index_select(0, which) for part in self._parts()])
 
-    def narrow(self, start: int, length: int) -> QuantizedTensor:
-        """Rows [start, start + length), sharing memory."""
+    def narrow(self, dim: int, start: int, length: int) -> QuantizedTensor:
+        """Rows [start, start + length), sharing memory; as a tensor's `narrow`, but `dim` must be 0."""
+        if dim != 0:
+            raise InvariantBroken(f"a quantised matrix must be cut along its rows, but got dimension {dim}")
         return self._of([part.narrow(0, start, length) for part in self._parts()])
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -127,7 +129,7 @@ class QuantizedTensor:
         values = torch.empty((out, inputs), dtype=dtype)
         step = max(1, _BLOCK_ELEMENTS // max(1, inputs))
         for start in range(0, out, step):
-            block = self.narrow(start, min(step, out - start))
+            block = self.narrow(0, start, min(step, out - start))
             values[start : start + step] = block._values()
         return values
 

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from enum import StrEnum
 from typing import Protocol
@@ -14,8 +15,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from slipstream.kernels.formats import Matrix, QuantizedTensor
-from slipstream.layers.activation import Activation
+from slipstream.kernels.cpu.matrix import Gate, Mode, PackedMatrix
+from slipstream.kernels.formats import Matrix, QuantizedTensor, format_name
+from slipstream.layers.activation import ACTIVATIONS, Activation
+
+# Activations that our kernels know.
+_GATES = {ACTIVATIONS["silu"]: Gate.SILU, ACTIVATIONS["gelu_pytorch_tanh"]: Gate.GELU_TANH}
 
 # Types oneDNN has fast products for on every CPU; the others stay with the plain one.
 _PACKED_DTYPES = (torch.float32, torch.bfloat16)
@@ -75,6 +80,20 @@ class PackedLinear:
         return out
 
 
+class Side:
+    """Products of one input, their outputs side by side: parts of one matrix that are held in different formats."""
+
+    __slots__ = ("num_outputs", "parts")
+
+    def __init__(self, parts: Sequence[Product]) -> None:
+        self.parts = tuple(parts)
+        self.num_outputs = sum(part.num_outputs for part in parts)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, in] -> [T, num_outputs]."""
+        return torch.cat([part(x) for part in self.parts], -1)
+
+
 class Gated:
     """act(gate) * up, the first half of a gated MLP; `gate_up` gives gate's outputs and then up's."""
 
@@ -104,8 +123,10 @@ def linear(
         weights: [out_i, in] each; several make one product whose outputs are theirs one after the other.
         biases: [out_i] each, or none at all.
         dtype: of what is multiplied; quantised weights that torch multiplies are dequantised to it.
-        arithmetic: what multiplies.
+        arithmetic: what multiplies; but for TORCH, x is float32.
     """
+    if arithmetic is not Arithmetic.TORCH:
+        return _packed(weights, biases, arithmetic)
     plain = [weight.dequantize(dtype) if isinstance(weight, QuantizedTensor) else weight for weight in weights]
     weight = torch.cat(plain) if len(plain) > 1 else plain[0]
     bias = torch.cat(list(biases)) if biases else None
@@ -130,4 +151,30 @@ def gated(
         activation: of the gate.
         dtype, arithmetic: as in `linear`.
     """
-    return Gated(linear(weights, biases, dtype=dtype, arithmetic=arithmetic), activation)
+    if len(weights) == 1:
+        inner = weights[0].shape[0] // 2
+        weights = [weights[0].narrow(0, 0, inner), weights[0].narrow(0, inner, inner)]
+    gate = _GATES.get(activation)
+    if arithmetic is Arithmetic.TORCH or gate is None or format_name(weights[0]) != format_name(weights[1]):
+        return Gated(linear(weights, biases, dtype=dtype, arithmetic=arithmetic), activation)
+    bias = torch.cat(list(biases)) if biases else None
+    return PackedMatrix.pack(weights, bias, paired=True, gate=gate, mode=_mode(arithmetic))
+
+
+def _packed(weights: Sequence[Matrix], biases: Sequence[Tensor], arithmetic: Arithmetic) -> Product:
+    """One packed matrix, or, as one holds one format, one for each run of weights of the same."""
+    bias = torch.cat(list(biases)) if biases else None
+    made: list[Product] = []
+    start = 0
+    for _, run in itertools.groupby(weights, format_name):
+        parts = list(run)
+        size = sum(part.shape[0] for part in parts)
+        own = None if bias is None else bias[start : start + size]
+        made.append(PackedMatrix.pack(parts, own, mode=_mode(arithmetic)))
+        start += size
+    return made[0] if len(made) == 1 else Side(made)
+
+
+def _mode(arithmetic: Arithmetic) -> Mode | None:
+    """None: the format's own."""
+    return Mode.EXACT if arithmetic is Arithmetic.EXACT else None

@@ -57,7 +57,7 @@ class Holding:
         arithmetic: what multiplies.
         keeps_stored: matrices that the checkpoint holds quantised stay so.
         quantized: the format that matrices are brought to; None: none is.
-        quantize: makes a matrix [out, in] of that format. What the format cannot hold, rows that are no whole groups, stays plain.
+        quantize: makes a matrix [out, in] of that format. One whose rows are no whole groups stays plain.
     """
 
     dtype: torch.dtype

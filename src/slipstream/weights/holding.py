@@ -1,10 +1,10 @@
-"""In what a model's matrices are held, and what multiplies them: from what the user says, what the file holds and what the machine can.
+"""In what a model's matrices are held, and what multiplies them: by what the user says, what the file holds and what runs here.
 
-                        CPU kernels                                           torch (no kernels here, `off`, float16, float64, cuda)
-    --quantization auto quantised matrices of a file as they are,             everything dequantised to --dtype
-                        others in --dtype
-                   none everything in --dtype                                 everything in --dtype
-               q8, q4   matrices in 8 or 4 bits                               the same values, dequantised to --dtype: for comparing
+                         CPU kernels                                torch: no kernels here, `off`, float16, float64, cuda
+    --quantization auto  quantised matrices of a file as they are,  everything dequantised to --dtype
+                         others in --dtype
+                   none  everything in --dtype                      everything in --dtype
+                 q8, q4  matrices in 8 or 4 bits                    the same values, dequantised to --dtype: for comparing
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def choose_holding(numbers: Numbers, dtype: torch.dtype, device: torch.device) -
     uses_kernels = arithmetic is not Arithmetic.TORCH
     quantized = _QUANTIZED.get(numbers.quantization)
     if quantized is not None and not uses_kernels:
-        why = why_not_kernels(numbers.cpu_kernels, dtype, device)
+        why = _why_not(numbers.cpu_kernels, dtype, device)
         log.event(logger, logging.WARNING, "quantised weights are dequantised, and take no less memory", reason=why)
     return Holding(
         dtype=torch.float32 if uses_kernels else dtype,
@@ -54,6 +54,10 @@ def choose_holding(numbers: Numbers, dtype: torch.dtype, device: torch.device) -
 
 def choose_arithmetic(cpu_kernels: str, dtype: torch.dtype, device: torch.device) -> Arithmetic:
     """What multiplies, given --cpu-kernels, what --dtype comes to, and where."""
-    if why_not_kernels(cpu_kernels, dtype, device) is not None:
+    if _why_not(cpu_kernels, dtype, device) is not None:
         return Arithmetic.TORCH
     return Arithmetic.EXACT if cpu_kernels == "exact" else Arithmetic.KERNELS
+
+
+def _why_not(cpu_kernels: str, dtype: torch.dtype, device: torch.device) -> str | None:
+    return why_not_kernels(cpu_kernels, str(dtype).removeprefix("torch."), device.type)
