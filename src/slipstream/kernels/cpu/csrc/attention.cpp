@@ -2,11 +2,10 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdlib>
-#include <new>
 
 #include "attention_seen.h"
 #include "attention_tile.h"
+#include "buffer.h"
 #include "error.h"
 
 namespace slip {
@@ -16,37 +15,24 @@ constexpr int kPrefetchRows = 32;  // tasks of so few rows wait for memory
 
 alignas(64) const uint8_t kZeros[4 * kMaxDim] = {};
 
-// 64-byte aligned memory that grows and is kept.
-class Buffer {
+// `Buffer` of a type. Some hundred kilobytes: without them there is nothing left to go on with.
+class Memory {
 public:
-    Buffer() = default;
-    ~Buffer() { std::free(data_); }
-    Buffer(const Buffer&) = delete;
-    Buffer& operator=(const Buffer&) = delete;
-
     template <class T>
-    T* get(int64_t count) {
-        const size_t bytes = (size_t(count) * sizeof(T) + 63) / 64 * 64;
-        if (bytes > size_) {
-            std::free(data_);
-            data_ = std::aligned_alloc(64, bytes);
-            size_ = data_ ? bytes : 0;
-            if (!data_) std::abort();  // some hundred kilobytes; there is nothing left to go on with
-        }
-        return static_cast<T*>(data_);
+    T* get(int64_t count) noexcept {
+        return reinterpret_cast<T*>(buffer_.at_least(count * int64_t(sizeof(T))));
     }
 
 private:
-    void* data_ = nullptr;
-    size_t size_ = 0;
+    Buffer buffer_;
 };
 
 struct Scratch {
-    Buffer keys, values, wide, scales, query, ranges, seen, state, total;
+    Memory keys, values, wide, scales, query, ranges, seen, state, total;
 };
 
 thread_local Scratch scratch_of_thread;
-thread_local Buffer partials_of_caller;
+thread_local Memory partials_of_caller;
 
 // Of one row: [largest, sum, 14 unused | out].
 int64_t partial_floats(int dim) { return 16 + dim; }
@@ -166,7 +152,7 @@ private:
         const int64_t stride = partial_floats(dim_);
         float* state = scratch.state.get<float>(int64_t(rows) * (17 + dim_) + 64);
         // One after the other: [rows][16] sums, [rows][dim] outputs, [rows] largest scores.
-        const Rows of{state + int64_t(rows) * (16 + dim_), state, state + int64_t(rows) * 16};
+        const RowStates of{state + int64_t(rows) * (16 + dim_), state, state + int64_t(rows) * 16};
         float* total = scratch.total.get<float>(rows * stride);
         alignas(64) float part[16 + kMaxDim];
 
@@ -219,7 +205,7 @@ private:
 
     template <int Type>
     void one_block(const slip_attention_task& task, int head, int64_t start, int count, const KeyRange* ranges,
-                   const uint32_t* query, const Rows& of, Scratch& scratch) const {
+                   const uint32_t* query, const RowStates& of, Scratch& scratch) const {
         const int tokens = int(task.end_token - task.first_token), rows = tokens * groups_;
         uint64_t* seen = scratch.seen.get<uint64_t>(rows);
         uint64_t any = 0;
@@ -272,31 +258,6 @@ private:
 
 }  // namespace
 
-void store_kv(Pool& pool, const slip_attention_batch& batch, const slip_kv& kv, const slip_attention_io& io) {
-    const int size = io.type == kFloat32 ? 4 : 2;
-    const int64_t key_row = row_bytes(kv.type, kv.key_dim), value_row = row_bytes(kv.type, kv.value_dim);
-    const int64_t first_node = batch.starts[batch.num_chunks];
-    each_token(pool, batch.num_tokens, [&](int64_t t) {
-        alignas(64) float row[kMaxDim];
-        const auto store = [&](uint8_t* to, const uint8_t* from, int dim) {
-            for (int i = 0; i < dim; i += 16) _mm512_store_ps(row + i, load_16(from, io.type, i));
-            return write_row(to, kv.type, row, dim);
-        };
-        uint8_t* keys = kv.keys + batch.write_slots[t] * kv.kv_heads * key_row;
-        uint8_t* values = kv.values + batch.write_slots[t] * kv.kv_heads * value_row;
-        bool finite = true;
-        for (int head = 0; head < kv.kv_heads; ++head) {
-            finite &= store(keys + head * key_row, io.key + (t * io.key_token + head * io.key_head) * size, kv.key_dim);
-            finite &= store(values + head * value_row, io.value + (t * io.value_token + head * io.value_head) * size, kv.value_dim);
-        }
-        batch.sick[t] = !finite && t >= first_node;
-        if (batch.sick[t]) {
-            std::memset(keys, 0, size_t(kv.kv_heads * key_row));
-            std::memset(values, 0, size_t(kv.kv_heads * value_row));
-        }
-    });
-}
-
 void attend(Pool& pool, const slip_attention_batch& batch, const slip_kv& kv, const slip_attention_io& io,
             const slip_attention_task* tasks, int64_t num_tasks) {
     int64_t partial_rows = 0;
@@ -333,14 +294,17 @@ int slip_attention_plan(const slip_attention_batch* batch, int64_t num_slots, in
 }
 
 // One layer: keys and values to the cache, then attention. The tasks are those of slip_attention_plan for the same batch,
-// number of slots, heads and window.
-int slip_attention(const slip_attention_batch* batch, const slip_kv* kv, const slip_attention_io* io,
+// number of slots, heads and window. `rope`: null, or heads are turned first, and queries are changed where they lie.
+int slip_attention(const slip_attention_batch* batch, const slip_kv* kv, const slip_attention_io* io, const slip_rope* rope,
                    const slip_attention_task* tasks, int64_t num_tasks) {
     using namespace slip;
     if (!batch || !kv || !io || !tasks) return kNullPointer;
     if (num_tasks < 1) return kBadShape;
     if (const int error = check_layer(*batch, *kv, *io)) return error;
-    store_kv(pool(), *batch, *kv, *io);
+    if (rope) {
+        if (const int error = check_rope(*kv, *io, *rope)) return error;
+    }
+    store_kv(pool(), *batch, *kv, *io, rope);
     attend(pool(), *batch, *kv, *io, tasks, num_tasks);
     return kOk;
 }

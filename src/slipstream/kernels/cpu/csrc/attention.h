@@ -17,6 +17,7 @@
 
 #include "kv.h"
 #include "pool.h"
+#include "rope.h"
 
 extern "C" {
 // The tokens of a pass, as in `BatchLayout`.
@@ -68,16 +69,18 @@ constexpr int kBlock = 64;
 constexpr int kSpan = 1024;
 
 // The tasks of a pass. They depend on sizes and on the number of threads, but no result depends on them.
-// `num_partial_rows` gets how many partial rows `attend` keeps between its phases.
 std::vector<slip_attention_task> plan_attention(
     const slip_attention_batch& batch, int32_t heads, int32_t kv_heads, int64_t window, int threads);
 
 // Error code of what does not fit, 0 if all does. Slots are looked at one by one.
 int check_batch(const slip_attention_batch& batch, int64_t num_slots);
 int check_layer(const slip_attention_batch& batch, const slip_kv& kv, const slip_attention_io& io);
+int check_rope(const slip_kv& kv, const slip_attention_io& io, const slip_rope& rope);
 
 // First phase: keys and values to the cache. Non-finite nodes of verify rows are stored as zeros and marked as sick.
-void store_kv(Pool& pool, const slip_attention_batch& batch, const slip_kv& kv, const slip_attention_io& io);
+// With `rope`, float32 heads are normalised and turned first: queries where they lie, keys on their way to the cache.
+void store_kv(Pool& pool, const slip_attention_batch& batch, const slip_kv& kv, const slip_attention_io& io,
+              const slip_rope* rope = nullptr);
 
 // Second phase. Reads what the first one wrote. Rows of sick tokens become NaN.
 void attend(Pool& pool, const slip_attention_batch& batch, const slip_kv& kv, const slip_attention_io& io,

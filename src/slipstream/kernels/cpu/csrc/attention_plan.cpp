@@ -104,11 +104,12 @@ int check_batch(const slip_attention_batch& batch, int64_t num_slots) {
         if (batch.starts[s] > batch.starts[s + 1]) return kBadShape;
         int64_t end = 0;
         for (int64_t t = batch.starts[s]; t < batch.starts[s + 1]; ++t) {
-            if (batch.index[t] < 0 || outside(batch.write_slots[t])) return kBadShape;
+            if (batch.index[t] < 0) return kBadShape;
+            if (outside(batch.write_slots[t])) return kBadSlot;
             end = std::max(end, seen_range(batch, s, t, 0).end);
         }
         const int64_t* slots = batch.read_slots + s * batch.read_width;
-        if (std::any_of(slots, slots + end, outside)) return kBadShape;
+        if (std::any_of(slots, slots + end, outside)) return kBadSlot;
     }
     return kOk;
 }
@@ -119,9 +120,14 @@ int check_layer(const slip_attention_batch& batch, const slip_kv& kv, const slip
     if (!is_dim(kv.key_dim) || !is_dim(kv.value_dim) || kv.kv_heads < 1 || io.heads < 1 || io.heads % kv.kv_heads) return kBadShape;
     if (io.window < 0 || !(io.softcap >= 0)) return kBadShape;
     if (io.window > 0 && batch.tree_width > 0 && !batch.depths) return kNullPointer;
-    const bool strides = io.query_head >= kv.key_dim && io.key_head >= kv.key_dim && io.value_head >= kv.value_dim &&
-                         io.query_token >= kv.key_dim && io.key_token >= kv.key_dim && io.value_token >= kv.value_dim;
-    return strides ? kOk : kBadStride;
+    // The stride of an axis of one says nothing.
+    const auto strides = [&](int64_t token, int64_t head, int32_t heads, int32_t dim) {
+        return (batch.num_tokens == 1 || token >= dim) && (heads == 1 || head >= dim);
+    };
+    const bool fit = strides(io.query_token, io.query_head, io.heads, kv.key_dim) &&
+                     strides(io.key_token, io.key_head, kv.kv_heads, kv.key_dim) &&
+                     strides(io.value_token, io.value_head, kv.kv_heads, kv.value_dim);
+    return fit ? kOk : kBadStride;
 }
 
 }  // namespace slip

@@ -34,7 +34,7 @@ struct Scoring {
 };
 
 // The online softmax of some rows: largest score so far, sum of weights in 16 lanes, weighted values.
-struct Rows {
+struct RowStates {
     float* largest;  // [rows]
     float* sums;     // [rows][16]
     float* out;      // [rows][value_dim]
@@ -183,7 +183,7 @@ inline void mix_columns(const Block& block, const uint32_t* weights, const float
 // Rows [first, first + R) over one block. seen[r]: which of its keys each of them sees.
 template <int Type, int R>
 void attend_tile(const Block& block, const Scoring& scoring, const uint32_t* query, int words, int dim, const uint64_t* seen,
-                 const Rows& rows, int first) {
+                 const RowStates& rows, int first) {
     alignas(64) float scores[R * kBlock];
     alignas(64) uint32_t weights[R * kBlock];
     float fade[R];
@@ -206,7 +206,7 @@ void attend_tile(const Block& block, const Scoring& scoring, const uint32_t* que
 
 template <int Type>
 void attend_rows(int count, const Block& block, const Scoring& scoring, const uint32_t* query, int words, int dim,
-                 const uint64_t* seen, const Rows& rows, int first) {
+                 const uint64_t* seen, const RowStates& rows, int first) {
     switch (count) {
         case 1: return attend_tile<Type, 1>(block, scoring, query, words, dim, seen, rows, first);
         case 2: return attend_tile<Type, 2>(block, scoring, query, words, dim, seen, rows, first);
