@@ -149,6 +149,7 @@ def assemble_engine(
     device = device or torch.device("cpu")
     context_len = context_len or min(model.context_len, config.max_model_len or model.context_len)
     attention = attention or attention_backend(config.attention_backend)
+    attention.check(model.kv_layers)
     accept = RULES[config.accept]()
     # A draft model is held as the target is; `auto` must not come to another dtype for it.
     dtype = str(model.dtype).removeprefix("torch.") if config.dtype == "auto" else config.dtype
@@ -159,6 +160,8 @@ def assemble_engine(
     else:
         built = {name: make(target) for name, make in drafters.items()}
     built.setdefault(OFF, Off())
+    for drafter in built.values():
+        attention.check(drafter.kv_layers)
     num_pages = pick_num_pages(model, config, context_len, built.values())
     all_pages = num_pages + NUM_RESERVED_PAGES
     num_host_pages = pick_num_host_pages(model, config, built.values())

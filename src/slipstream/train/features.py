@@ -113,7 +113,10 @@ class FeatureStore:
     def compute(
         self, model: Decoder, attention: AttentionBackend, device: torch.device, reporter: Reporter, stop: threading.Event
     ) -> None:
-        """Compute what is missing. Raises `KeyboardInterrupt` between two shards once `stop` is set."""
+        """Compute what is missing. Raises `KeyboardInterrupt` between two shards once `stop` is set, `ConfigError` for a backend
+        that does not take the model.
+        """
+        attention.check(model.kv_layers)
         self._folder.mkdir(exist_ok=True)
         trunk, taps = _trunk(model)
         missing = self.missing
