@@ -112,15 +112,6 @@ def _a_prompt_token_a_step(config: EngineConfig) -> SlipstreamError | None:
     )
 
 
-def _eight_bit_kv(config: EngineConfig) -> SlipstreamError | None:
-    if config.kv_cache_dtype != "int8":
-        return None
-    return ConfigError(
-        "--kv-cache-dtype must be auto, bfloat16 or float32, but got 'int8', which no attention backend reads yet",
-        hint="bfloat16 takes half of what float32 takes",
-    )
-
-
 def _quantised_on_the_cpu_alone(config: EngineConfig) -> SlipstreamError | None:
     if config.device != "cuda" or config.quantization not in ("q8", "q4"):
         return None
@@ -147,7 +138,6 @@ STARTUP_ROWS: tuple[StartupRow, ...] = (
     StartupRow("several drafters without the cost model", _several_drafters_are_chosen_from),
     StartupRow("unknown attention backend", _known_backend),
     StartupRow("too few tokens a step", _a_prompt_token_a_step),
-    StartupRow("8-bit KV", _eight_bit_kv),
     StartupRow("quantised weights on cuda", _quantised_on_the_cpu_alone),
     StartupRow("exact kernels where none compute", _exact_kernels_in_their_dtypes),
 )

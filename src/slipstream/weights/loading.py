@@ -12,6 +12,7 @@ from slipstream.models.config import ModelConfig
 from slipstream.models.parameters import Holding, Parameters, TensorSource
 from slipstream.models.registry import find_type
 from slipstream.weights.gguf_tensors import GgufTensors
+from slipstream.weights.held import dtype_name
 from slipstream.weights.holding import DTYPES, choose_holding
 from slipstream.weights.loaded import LoadedModel, Numbers
 from slipstream.weights.safetensors_files import SafetensorsFolder
@@ -27,14 +28,9 @@ def pick_dtype(requested: str, stored: str | None, device: torch.device) -> torc
         stored: the checkpoint's own dtype name, if it says.
         device: where the model runs.
     """
-    if requested != "auto":
-        if requested not in DTYPES:
-            raise ConfigError(f"dtype must be one of auto, {', '.join(DTYPES)}, but got {shown(requested)}")
-        return DTYPES[requested]
-    if device.type == "cpu":
-        return torch.float32
-    # Weights made in bfloat16 overflow float16's range, so float16 is only picked where they are float16 themselves.
-    return torch.float16 if stored == "float16" else torch.bfloat16
+    if requested not in ("auto", *DTYPES):
+        raise ConfigError(f"dtype must be one of auto, {', '.join(DTYPES)}, but got {shown(requested)}")
+    return DTYPES[dtype_name(requested, stored, device.type)]
 
 
 @torch.inference_mode()
@@ -84,7 +80,12 @@ def load(
                 f"--quantization must be auto or none for a model that runs through transformers, but got {quantization}",
                 hint="the library multiplies plain matrices",
             )
-        holding = Holding(chosen, chosen, holding.kv_dtype)
+        if kv_cache_dtype != "auto":
+            raise ModelError(
+                f"--kv-cache-dtype must be auto for a model that runs through transformers, but got {kv_cache_dtype}",
+                hint="keys and values are kept as the library makes them",
+            )
+        holding = Holding.plain(chosen)
         parameters = Parameters(SafetensorsFolder(checkpoint.source.path), holding, where, report)
         model = transformers_fallback.build(config, parameters)
     parameters.finish()
