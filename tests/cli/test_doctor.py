@@ -45,7 +45,8 @@ def doctor(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, dict[st
 
 
 def test_a_sound_machine(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, found = doctor(capsys, str(checkpoint), "--port", "0", "--num-threads", "3", "--dtype", "bfloat16", "--cpu-kernels", "off")
+    how = ["--port", "0", "--num-threads", "3", "--dtype", "bfloat16", "--cpu-kernels", "off"]
+    code, found = doctor(capsys, str(checkpoint), *how)
     assert code == 0
     assert found["device"][0]["device"] == "cpu"
     assert found["dtype"][0]["text"].startswith("bfloat16: as --dtype or SLIPSTREAM_DTYPE says")

@@ -28,7 +28,7 @@ from slipstream.models.config import ModelConfig, parse_config
 from slipstream.models.parameters import Holding, Parameters, TensorSource
 from slipstream.models.reader import Reader
 from slipstream.speculate.heads.layers import DraftHead, Eagle1Head, Eagle3Head, HeadLayer
-from slipstream.weights.holding import choose_holding
+from slipstream.weights.holding import DTYPES, choose_holding
 from slipstream.weights.loaded import Numbers
 from slipstream.weights.safetensors_files import SafetensorsFolder
 from slipstream.weights.source import resolve
@@ -49,7 +49,8 @@ def load_head(
 
     Args:
         source: see `weights.source.resolve`.
-        target: whose states it looks at; it runs in the target's dtype (float32 for a float16 target, whose states overflow).
+        target: whose states it looks at; it runs in the target's dtype or that of `numbers` (float32 instead of float16, which
+            states overflow).
         aux_layers: whether the layers a config.json lists are meant as "input" (the state that enters them) or "output".
         numbers: how matrices are held and multiplied; None: plain, by torch.
 
@@ -62,7 +63,8 @@ def load_head(
     raw = read_json(found.path / "config.json")
     stored = SafetensorsFolder(found.path)
     is_eagle3 = _is_eagle3(raw, stored.names())
-    dtype = torch.float32 if target.dtype == torch.float16 else target.dtype
+    dtype = DTYPES.get(numbers.dtype, target.dtype) if numbers is not None else target.dtype
+    dtype = torch.float32 if dtype == torch.float16 else dtype
     tensors = _Renamed(stored, "midlayer." if is_eagle3 else "layers.0.")
     device = target.embedding.device
     holding = Holding.plain(dtype) if numbers is None else choose_holding(numbers, dtype, device)
