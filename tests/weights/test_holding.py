@@ -78,15 +78,19 @@ def test_without_kernels_nothing_is_kept_and_nothing_differs(mixed: tuple[Path, 
     torch.testing.assert_close(logits(plain), expected, rtol=0, atol=1e-4)
 
 
-def test_masked_kernels_leave_the_engine_as_it_was(mixed: tuple[Path, Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_masked_kernels_leave_the_engine_as_it_was(
+    mixed: tuple[Path, Tensor], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """`auto` where the kernels cannot run: the same bits as `off`."""
     path, _ = mixed
     monkeypatch.setenv("SLIPSTREAM_CPU_ISA", "none")
+    caplog.set_level("INFO")
     for dtype in ("float32", "bfloat16"):
         masked, off = load(str(path), dtype=dtype, cpu_kernels="auto"), load(str(path), dtype=dtype, cpu_kernels="off")
         assert masked.arithmetic == "torch" and masked.formats == off.formats
         assert masked.model.kv_layers == off.model.kv_layers and masked.model.dtype == off.model.dtype
         assert torch.equal(logits(masked), logits(off))
+    assert [record.message for record in caplog.records] == ["torch multiplies, not the CPU kernels"] * 2
 
 
 @pytest.mark.parametrize("form", [Format.Q8, Format.Q4])

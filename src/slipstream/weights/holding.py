@@ -30,34 +30,26 @@ DTYPES = {
     "float64": torch.float64,
 }
 _KV_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "int8": torch.int8}
+_WITH_KERNELS = {"auto": Arithmetic.KERNELS, "exact": Arithmetic.EXACT}
 _QUANTIZED = {"q8": Format.Q8, "q4": Format.Q4}
 
 
 def choose_holding(numbers: Numbers, dtype: torch.dtype, device: torch.device) -> Holding:
     """The holding of a model that computes in `dtype` (what --dtype comes to) on `device`."""
-    arithmetic = choose_arithmetic(numbers.cpu_kernels, dtype, device)
-    uses_kernels = arithmetic is not Arithmetic.TORCH
+    why = why_not_kernels(numbers.cpu_kernels, str(dtype).removeprefix("torch."), device.type)
+    uses_kernels = why is None
     quantized = _QUANTIZED.get(numbers.quantization)
-    if quantized is not None and not uses_kernels:
-        why = _why_not(numbers.cpu_kernels, dtype, device)
+    if not uses_kernels and quantized is not None:
         log.event(logger, logging.WARNING, "quantised weights are dequantised, and take no less memory", reason=why)
+    elif not uses_kernels and numbers.cpu_kernels != "off":
+        level = logging.WARNING if numbers.cpu_kernels == "exact" else logging.INFO
+        log.event(logger, level, "torch multiplies, not the CPU kernels", reason=why)
     return Holding(
         dtype=torch.float32 if uses_kernels else dtype,
         matrix_dtype=dtype,
         kv_dtype=_KV_DTYPES.get(numbers.kv_cache_dtype, dtype),
-        arithmetic=arithmetic,
+        arithmetic=_WITH_KERNELS[numbers.cpu_kernels] if uses_kernels else Arithmetic.TORCH,
         keeps_stored=uses_kernels and numbers.quantization == "auto",
         quantized=quantized,
         quantize=quantize,
     )
-
-
-def choose_arithmetic(cpu_kernels: str, dtype: torch.dtype, device: torch.device) -> Arithmetic:
-    """What multiplies, given --cpu-kernels, what --dtype comes to, and where."""
-    if _why_not(cpu_kernels, dtype, device) is not None:
-        return Arithmetic.TORCH
-    return Arithmetic.EXACT if cpu_kernels == "exact" else Arithmetic.KERNELS
-
-
-def _why_not(cpu_kernels: str, dtype: torch.dtype, device: torch.device) -> str | None:
-    return why_not_kernels(cpu_kernels, str(dtype).removeprefix("torch."), device.type)
