@@ -103,16 +103,8 @@ class CpuStep:
             raise InvariantBroken(f"queries must be float32 or bfloat16, but got {query.dtype}; the reference backend takes others")
         if window is not None and window >= self._longest:
             window = None
-        if window is not None and self.layout.ancestors is not None:
-            self._check_tree(window)
         query, key, value = _dense(query), _dense(key.to(query.dtype)), _dense(value.to(query.dtype))
         return self._batch.attend(self._layers[layer], query, key, value, scale, window, softcap)
-
-    def _check_tree(self, window: int) -> None:
-        layout = self.layout
-        widest = max(layout.query_lens[layout.num_chunks :], default=0)
-        if widest and layout.ancestors is not None and layout.ancestors.shape[1] > max(widest, 1):
-            raise ValueError(f"a tree over several passes must have no window, but got {window}")
 
 
 def _dense(x: Tensor) -> Tensor:

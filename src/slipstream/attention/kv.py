@@ -37,7 +37,8 @@ def to_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
     x = x.to(torch.float32)
     largest = x.abs().amax(-1, keepdim=True)
     finite = largest.isfinite()  # NaN wins in amax
-    codes = (x * (127 / largest)).round().nan_to_num(0).clamp(-127, 127)
+    inverse = torch.full_like(largest, 127).div_(largest)  # 127 / largest would be 127 times a rounded reciprocal
+    codes = (x * inverse).round().nan_to_num(0).clamp(-127, 127)
     scale = (largest / 127).masked_fill(~finite, torch.nan)
     empty = largest < _SMALLEST
     scale, codes = scale.masked_fill(empty, 0), codes.masked_fill(empty | ~finite, 0)
