@@ -43,13 +43,13 @@ class Kernels:
         function.argtypes = list(arguments)
         function.restype = ctypes.c_int
 
-        def check(code: int, _function: Any, _arguments: Any) -> None:
-            if code:
-                raise InvariantBroken(f"{name}: {self._library.slip_error(code).decode()}, but got something else")
+        text = self._library.slip_error
 
-        function.errcheck = check
-        bound: Function = function
-        return bound
+        def call(*given: Any) -> None:
+            if code := function(*given):
+                raise InvariantBroken(f"arguments of {name} must be right, but are not: {text(code).decode()}")
+
+        return call
 
     @property
     def threads(self) -> int:

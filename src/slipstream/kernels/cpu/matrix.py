@@ -134,7 +134,7 @@ class PackedMatrix:
 
         padded = None
         if bias is not None:
-            values = bias.detach().to(torch.float32).split(rows)
+            values = torch.split(bias.detach().to(torch.float32), rows)
             padded = _fit(list(values), 0, num_panels * height, paired=paired).contiguous()
         struct = _Struct(_CODES[form], int(gate), int(paired), 0, total, inputs, panels.data_ptr(), _address(padded))
         return PackedMatrix(form, own if mode is None else mode, struct, panels, padded)
@@ -252,7 +252,7 @@ def _rows(parts: Sequence[Part], start: int, count: int, *, paired: bool) -> lis
 def _fit(tensors: Sequence[Tensor], start: int, count: int, *, paired: bool) -> Tensor:
     """Rows [start, start + count) of the tensors one after the other, or of both, 16 by 16 in turn, where paired."""
     if paired:
-        pieces = [_fit([one], start, count, paired=False).unflatten(0, (-1, _PANEL // 2)) for one in tensors]
+        pieces = [_fit([one], start, count, paired=False).view(-1, _PANEL // 2, *one.shape[1:]) for one in tensors]
         return torch.stack(pieces, dim=1).flatten(0, 2)
     pieces, before = [], 0
     for one in tensors:
@@ -308,8 +308,9 @@ def _fill_scales(target: Tensor, scales: Tensor) -> None:
     groups = target.shape[1]
     parts = -(-scales.shape[1] // groups)
     scales = torch.nn.functional.pad(scales, (0, groups * parts - scales.shape[1]))
-    placed = target.view(scales.dtype).unflatten(2, (parts, _PANEL))
-    placed.copy_(scales.view(-1, _PANEL, groups, parts).permute(0, 2, 3, 1))
+    placed, by_part = target.view(scales.dtype), scales.view(-1, _PANEL, groups, parts)
+    for part in range(parts):
+        placed[:, :, part * _PANEL : (part + 1) * _PANEL].copy_(by_part[..., part].transpose(1, 2))
 
 
 _FILLERS = {

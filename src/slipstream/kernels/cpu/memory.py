@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import threading
 
@@ -38,10 +39,8 @@ def _huge_pages(num_bytes: int) -> Tensor:
     whole = torch.frombuffer(memory, dtype=torch.uint8)
     skipped = -whole.data_ptr() % _HUGE_PAGE_BYTES
     # Kernels without huge pages refuse: the pages are small ones then.
-    try:
+    with contextlib.suppress(OSError):
         memory.madvise(mmap.MADV_HUGEPAGE)
-    except OSError:
-        pass
     return whole[skipped : skipped + num_bytes]
 
 
