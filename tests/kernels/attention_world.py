@@ -86,7 +86,13 @@ class World:
     """Sequences over one layer of poisoned KV, their pages dealt out in a random order."""
 
     def __init__(
-        self, shape: Shape, num_sequences: int, max_len: int, page_size: int = 16, seed: int = 0, backend: AttentionBackend | None = None
+        self,
+        shape: Shape,
+        num_sequences: int,
+        max_len: int,
+        page_size: int = 16,
+        seed: int = 0,
+        backend: AttentionBackend | None = None,
     ) -> None:
         self.shape, self.page_size, self.max_len = shape, page_size, max_len
         self.backend = backend or attention_backend("cpu")
@@ -103,7 +109,8 @@ class World:
         if any(part.parents is not None for part in rows):
             width = max(len(part.tokens) for part in rows) - 1
             chains = [part.parents or tuple(range(len(part.tokens) - 1)) for part in rows]
-            ancestors = tree_ancestors(torch.tensor([[*chain, *[0] * (width - len(chain))] for chain in chains]).view(len(rows), width))
+            filled = [[*chain, *[0] * (width - len(chain))] for chain in chains]
+            ancestors = tree_ancestors(torch.tensor(filled).view(len(rows), width))
         return build_layout(
             page_tables=self.tables[[part.sequence for part in parts]],
             page_size=self.page_size,

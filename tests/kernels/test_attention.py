@@ -75,7 +75,14 @@ def test_against_float64(stored: torch.dtype, dim: int, heads: int, kv_heads: in
 @pytest.mark.parametrize("given", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     "shape",
-    [Shape(window=1), Shape(window=70), Shape(softcap=0.7), Shape(softcap=30.0, window=9), Shape(dim=32, value_dim=80), Shape(28, 2)],
+    [
+        Shape(window=1),
+        Shape(window=70),
+        Shape(softcap=0.7),
+        Shape(softcap=30.0, window=9),
+        Shape(dim=32, value_dim=80),
+        Shape(28, 2),
+    ],
     ids=str,
 )
 def test_windows_softcaps_and_other_shapes(stored: torch.dtype, given: torch.dtype, shape: Shape) -> None:

@@ -60,7 +60,8 @@ def test_chunks_of_any_length_on_any_pages(name: str, stored: torch.dtype, page_
     world, base = World(shape, 1, 200, page_size, seed=page_size), 0
     while base < 200:
         length = min(rng.choice([1, 2, 7, 63, 64, 65, 100]), 200 - base)
-        same(world.feed(Part(0, base, stream.at(range(base, base + length)), chunk=rng.random() < 0.7))[0], wanted[base : base + length])
+        part = Part(0, base, stream.at(range(base, base + length)), chunk=rng.random() < 0.7)
+        same(world.feed(part)[0], wanted[base : base + length])
         base += length
 
 
