@@ -64,7 +64,7 @@ def build() -> CpuBackend:
     """The backend, for the registry. Raises `ConfigError` where the kernels cannot run."""
     if kernels() is None:
         raise ConfigError(
-            "--attention-backend cpu must have a CPU with AVX-512 VNNI and BF16 and a C++ compiler, but this machine has not both",
+            "--attention-backend cpu must have a CPU with AVX-512 VNNI and BF16 and a C++ compiler, but the kernels are off here",
             hint=f"the log says what is missing; {_HINT}",
         )
     return CpuBackend()
@@ -100,19 +100,11 @@ class CpuStep:
     ) -> Tensor:
         """See `AttentionStep.__call__`. Raises `InvariantBroken` for a query that is neither float32 nor bfloat16."""
         if query.dtype not in _DTYPES:
-            raise InvariantBroken(f"queries must be float32 or bfloat16, but got {query.dtype}; the reference backend takes others")
+            raise InvariantBroken(f"queries must be float32 or bfloat16, but got {query.dtype}", hint=_HINT)
         if window is not None and window >= self._longest:
             window = None
-        if window is not None and self.layout.ancestors is not None:
-            self._check_tree(window)
         query, key, value = _dense(query), _dense(key.to(query.dtype)), _dense(value.to(query.dtype))
         return self._batch.attend(self._layers[layer], query, key, value, scale, window, softcap)
-
-    def _check_tree(self, window: int) -> None:
-        layout = self.layout
-        widest = max(layout.query_lens[layout.num_chunks :], default=0)
-        if widest and layout.ancestors is not None and layout.ancestors.shape[1] > max(widest, 1):
-            raise ValueError(f"a tree over several passes must have no window, but got {window}")
 
 
 def _dense(x: Tensor) -> Tensor:

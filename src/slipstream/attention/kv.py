@@ -37,7 +37,8 @@ def to_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
     x = x.to(torch.float32)
     largest = x.abs().amax(-1, keepdim=True)
     finite = largest.isfinite()  # NaN wins in amax
-    codes = (x * (127 / largest)).round().nan_to_num(0).clamp(-127, 127)
+    inverse = torch.full_like(largest, 127).div_(largest)  # `127 / largest` would round twice, as 127 * (1 / largest)
+    codes = (x * inverse).round().nan_to_num(0).clamp(-127, 127)
     scale = (largest / 127).masked_fill(~finite, torch.nan)
     empty = largest < _SMALLEST
     scale, codes = scale.masked_fill(empty, 0), codes.masked_fill(empty | ~finite, 0)
@@ -80,7 +81,7 @@ class KVCache:
         num_pages: pages, the two reserved ones included.
         page_size: tokens a page holds.
         device: where the tensors live.
-        poison: fill with NaN (integers: -1, which makes an 8-bit row's scale NaN) so that reading an unwritten slot shows; for tests.
+        poison: fill with NaN (integers: -1, NaN as the scale of an 8-bit row) so that reading an unwritten slot shows; for tests.
     """
 
     def __init__(

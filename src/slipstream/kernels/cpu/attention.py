@@ -174,7 +174,7 @@ class AttentionBatch:
         ancestors: [T, W] bool, or None for chains.
     """
 
-    __slots__ = ("_depths", "_io", "_io_address", "_plans", "_struct", "_tensors", "address", "ancestors")
+    __slots__ = ("_io", "_io_address", "_plans", "_struct", "_tensors", "address", "ancestors")
 
     def __init__(
         self,
@@ -191,8 +191,8 @@ class AttentionBatch:
         sick = (ctypes.c_uint8 * num_tokens)()
         index, base_lens, write_slots, read_slots = (x.contiguous() for x in (index, base_lens, write_slots, read_slots))
         self.ancestors = None if ancestors is None else ancestors.contiguous()
-        self._tensors = starts, sick, index, base_lens, write_slots, read_slots
-        self._depths: Tensor | None = None
+        depths = None if self.ancestors is None else self.ancestors.sum(1) - 1
+        self._tensors = starts, sick, index, base_lens, write_slots, read_slots, depths
         self._struct = _Batch(
             num_tokens,
             len(query_lens),
@@ -205,7 +205,7 @@ class AttentionBatch:
             write_slots.data_ptr(),
             read_slots.data_ptr(),
             None if self.ancestors is None else self.ancestors.data_ptr(),
-            None,
+            None if depths is None else depths.data_ptr(),
             ctypes.addressof(sick),
         )
         self.address = ctypes.addressof(self._struct)
@@ -248,9 +248,6 @@ class AttentionBatch:
         found = self._plans.get(shape)
         if found is not None:
             return found
-        if window and self.ancestors is not None and self._depths is None:
-            self._depths = self.ancestors.sum(1) - 1
-            self._struct.depths = self._depths.data_ptr()
         plan, count = _functions()[0], ctypes.c_int64()
         room = 4 * self._struct.num_segments * kv.kv_heads
         while True:

@@ -308,8 +308,9 @@ def _fill_scales(target: Tensor, scales: Tensor) -> None:
     groups = target.shape[1]
     parts = -(-scales.shape[1] // groups)
     scales = torch.nn.functional.pad(scales, (0, groups * parts - scales.shape[1]))
-    placed = target.view(scales.dtype).view(-1, groups, parts, _PANEL)
-    placed.copy_(scales.view(-1, _PANEL, groups, parts).permute(0, 2, 3, 1))
+    placed, by_part = target.view(scales.dtype), scales.view(-1, _PANEL, groups, parts)
+    for part in range(parts):
+        placed[:, :, part * _PANEL : (part + 1) * _PANEL].copy_(by_part[..., part].transpose(1, 2))
 
 
 _FILLERS = {

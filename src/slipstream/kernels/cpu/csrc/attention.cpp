@@ -210,36 +210,90 @@ private:
         uint64_t* seen = scratch.seen.get<uint64_t>(rows);
         uint64_t any = 0;
         for (int i = 0; i < tokens; ++i) {
-            const uint64_t keys = seen_keys(batch_, task.segment, task.first_token + i, io_.window, ranges[i], start);
+            const uint64_t keys = seen_keys(ranges[i], start);
             std::fill(seen + i * groups_, seen + (i + 1) * groups_, keys);
             any |= keys;
         }
         if (!any) return;
 
-        const int64_t* slots = batch_.read_slots + task.segment * batch_.read_width + start;
-        BlockRows keys, values;
+        // In a tree, each node puts the nodes of its path behind the earlier keys, which all share.
+        const int64_t base = batch_.base_lens[task.segment];
+        const bool by_node = in_tree(batch_, task.segment) && start + kBlock > base;
+        const int shared = by_node ? int(std::clamp<int64_t>(base - start, 0, count)) : count;
+        Made made{scratch.keys.get<uint32_t>(int64_t(words_) * kBlock), nullptr, scratch.scales.get<float>(2 * kBlock), {}};
+        if (Type != kFloat32) made.values = scratch.values.get<uint32_t>(int64_t(kBlock / 2) * dim_);
+        make<Type>(made, head, batch_.read_slots + task.segment * batch_.read_width + start, shared, by_node, scratch);
+        Block block{made.keys, made.values, &made.value_rows, made.scales, made.scales + kBlock, count};
+        if (!by_node) return tiles<Type>(block, 0, rows, query, seen, of);
+        int64_t in_place[kBlock];
+        std::fill(in_place, in_place + kBlock, -1);
+        for (int i = 0; i < tokens; ++i) {
+            if (!seen[i * groups_]) continue;
+            put_path<Type>(made, head, task.segment, task.first_token + i, start, in_place);
+            block.count = int(std::min<int64_t>(ranges[i].end - start, kBlock));
+            tiles<Type>(block, i * groups_, groups_, query, seen, of);
+        }
+    }
+
+    // A block in the order that the products read.
+    struct Made {
+        uint32_t* keys;
+        uint32_t* values;  // not for float32, whose values are read in place
+        float* scales;     // [2][64] of int8 keys and values
+        BlockRows value_rows;
+    };
+
+    template <int Type>
+    void make(Made& made, int head, const int64_t* slots, int count, bool whole, Scratch& scratch) const {
+        BlockRows keys;
         keys.find(kv_.keys + head * key_row_, slots, count, kv_.kv_heads * key_row_, kZeros);
-        values.find(kv_.values + head * value_row_, slots, count, kv_.kv_heads * value_row_, kZeros);
-        uint32_t* key_words = scratch.keys.get<uint32_t>(int64_t(words_) * kBlock);
-        uint32_t* value_words = nullptr;
-        float* scales = scratch.scales.get<float>(2 * kBlock);
-        if constexpr (Type == kInt8) {
-            uint8_t* wide = scratch.wide.get<uint8_t>(int64_t(kBlock) * 2 * kMaxDim);
-            widen_codes(keys, count, kv_.key_dim, wide, scales, kZeros);
-            transpose_words(keys, words_, key_words);
-            widen_codes(values, count, dim_, wide, scales + kBlock, kZeros);
-        } else {
-            transpose_words(keys, words_, key_words);
+        made.value_rows.find(kv_.values + head * value_row_, slots, count, kv_.kv_heads * value_row_, kZeros);
+        uint8_t* wide = Type == kInt8 ? scratch.wide.get<uint8_t>(int64_t(kBlock) * 2 * kMaxDim) : nullptr;
+        if (Type == kInt8) widen_rows(keys, count, kv_.key_dim, wide, made.scales);
+        transpose_words(keys, words_, made.keys);
+        if (Type == kInt8) widen_rows(made.value_rows, count, dim_, wide, made.scales + kBlock);
+        if (Type != kFloat32) pair_values(made.value_rows, whole ? kBlock / 2 : (count + 1) / 2, dim_, made.values);
+    }
+
+    // The nodes on token t's path to their places in the block. `in_place`: the slot that each place holds; -1: an earlier key.
+    template <int Type>
+    void put_path(Made& made, int head, int64_t segment, int64_t t, int64_t start, int64_t* in_place) const {
+        const int64_t base = batch_.base_lens[segment];
+        const int64_t* slots = batch_.read_slots + segment * batch_.read_width;
+        const uint8_t* path = batch_.ancestors + t * batch_.tree_width;
+        int64_t key = base;
+        for (int64_t node = 0; node < batch_.tree_width && key < start + kBlock; ++node) {
+            if (!path[node]) continue;
+            const int64_t place = key++ - start;
+            if (place < 0 || base + node < 0 || base + node >= batch_.read_width) continue;
+            const int64_t slot = slots[base + node];
+            if (in_place[place] == slot) continue;
+            in_place[place] = slot;
+            const uint8_t* key_row = kv_.keys + (slot * kv_.kv_heads + head) * key_row_;
+            const uint8_t* value_row = kv_.values + (slot * kv_.kv_heads + head) * value_row_;
+            alignas(64) uint8_t wide_key[2 * kMaxDim], wide_value[2 * kMaxDim];
+            if constexpr (Type == kInt8) {
+                made.scales[place] = widen_row(key_row, kv_.key_dim, wide_key);
+                made.scales[kBlock + place] = widen_row(value_row, dim_, wide_value);
+                key_row = wide_key;
+                value_row = wide_value;
+            }
+            put_key(made.keys, int(place), key_row, words_);
+            if constexpr (Type == kFloat32) {
+                made.value_rows.row[place] = value_row;
+            } else {
+                put_value(made.values, int(place), value_row, dim_);
+            }
         }
-        if constexpr (Type != kFloat32) {
-            value_words = scratch.values.get<uint32_t>(int64_t(kBlock / 2) * dim_);
-            pair_values(values, (count + 1) / 2, dim_, value_words);
-        }
-        const Block block{key_words, value_words, &values, scales, scales + kBlock, count};
-        const int tiles = (rows + kTileRows - 1) / kTileRows;
-        for (int tile = 0, row = 0; tile < tiles; ++tile) {
-            const int size = (rows - row + tiles - tile - 1) / (tiles - tile);
-            const bool some = std::any_of(seen + row, seen + row + size, [](uint64_t keys_seen) { return keys_seen != 0; });
+    }
+
+    // Rows [first, first + rows) over one block, in tiles of about the same size.
+    template <int Type>
+    void tiles(const Block& block, int first, int rows, const uint32_t* query, const uint64_t* seen, const RowStates& of) const {
+        const int count = (rows + kTileRows - 1) / kTileRows;
+        for (int tile = 0, row = first; tile < count; ++tile) {
+            const int size = (first + rows - row + count - tile - 1) / (count - tile);
+            const bool some = std::any_of(seen + row, seen + row + size, [](uint64_t keys) { return keys != 0; });
             if (some) attend_rows<Type>(size, block, scoring_, query, words_, dim_, seen + row, of, row);
             row += size;
         }
@@ -286,7 +340,6 @@ int slip_attention_plan(const slip_attention_batch* batch, int64_t num_slots, in
     if (!batch || !count || (capacity > 0 && !tasks)) return kNullPointer;
     if (heads < 1 || kv_heads < 1 || heads % kv_heads || window < 0) return kBadShape;
     if (const int error = check_batch(*batch, num_slots)) return error;
-    if (window > 0 && batch->tree_width > 0 && !batch->depths) return kNullPointer;
     const std::vector<slip_attention_task> planned = plan_attention(*batch, heads, kv_heads, window, pool().threads());
     *count = int64_t(planned.size());
     if (*count <= capacity) std::copy(planned.begin(), planned.end(), tasks);

@@ -33,7 +33,7 @@ struct slip_attention_batch {
     const int64_t* write_slots;  // [T]
     const int64_t* read_slots;   // [S, K]
     const uint8_t* ancestors;    // [T, W] 0 or 1, or null
-    const int64_t* depths;       // [T] of tree nodes below the root; null: `index` is the depth
+    const int64_t* depths;       // [T] of tree nodes below the root, or null
     uint8_t* sick;               // [T] written by the first phase: verify tokens whose key or value is not finite
 };
 

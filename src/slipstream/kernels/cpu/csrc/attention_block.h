@@ -10,6 +10,7 @@
 
 #include <immintrin.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 
@@ -66,27 +67,41 @@ inline void pair_values(const BlockRows& rows, int pairs, int dim, uint32_t* out
     }
 }
 
+// An int8 row -> bfloat16; returns its scale.
+inline float widen_row(const uint8_t* from, int dim, uint8_t* to) {
+    for (int at = 0; at < dim; at += 16) {
+        store_bf16(to + 2 * at, _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load_128(from + at))));
+    }
+    float scale;
+    std::memcpy(&scale, from + dim, 4);
+    return scale;
+}
+
 // int8 rows -> bfloat16 rows [64][dim] in `wide`, whose addresses replace the rows', and their scales [64].
-inline void widen_codes(BlockRows& rows, int count, int dim, uint8_t* wide, float* scales, const uint8_t* zeros) {
+inline void widen_rows(BlockRows& rows, int count, int dim, uint8_t* wide, float* scales) {
     for (int i = 0; i < count; ++i) {
-        const uint8_t* from = rows.row[i];
         uint8_t* to = wide + int64_t(i) * 2 * dim;
-        for (int at = 0; at < dim; at += 16) {
-            store_bf16(to + 2 * at, _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load_128(from + at))));
-        }
-        std::memcpy(scales + i, from + dim, 4);
+        scales[i] = widen_row(rows.row[i], dim, to);
         rows.row[i] = to;
     }
-    for (int i = count; i < kBlock; ++i) {
-        scales[i] = 0.0f;
-        rows.row[i] = zeros;
-    }
+    std::fill(scales + count, scales + kBlock, 0.0f);
+}
+
+// Replace one token of a block that transpose_words or pair_values made.
+inline void put_key(uint32_t* keys, int token, const uint8_t* row, int words) {
+    for (int word = 0; word < words; ++word) std::memcpy(keys + word * kBlock + token, row + 4 * word, 4);
+}
+
+inline void put_value(uint32_t* pairs, int token, const uint8_t* row, int dim) {
+    uint8_t* to = reinterpret_cast<uint8_t*>(pairs + int64_t(token / 2) * dim) + 2 * (token % 2);
+    for (int i = 0; i < dim; ++i) std::memcpy(to + 4 * i, row + 2 * i, 2);
 }
 
 inline void prefetch_rows(const uint8_t* cache, const int64_t* slots, int count, int64_t slot_bytes, int64_t bytes) {
     for (int i = 0; i < count; ++i) {
         const uint8_t* row = cache + slots[i] * slot_bytes;
         for (int64_t at = 0; at < bytes; at += 64) _mm_prefetch(reinterpret_cast<const char*>(row + at), _MM_HINT_T0);
+        _mm_prefetch(reinterpret_cast<const char*>(row + bytes - 1), _MM_HINT_T0);
     }
 }
 

@@ -97,16 +97,16 @@ int check_batch(const slip_attention_batch& batch, int64_t num_slots) {
         batch.read_width < 1 || batch.tree_width < 0 || num_slots < 1 || batch.num_tokens > INT32_MAX) {
         return kBadShape;
     }
-    if (batch.tree_width > 0 && !batch.ancestors) return kNullPointer;
+    if (batch.tree_width > 0 && (!batch.ancestors || !batch.depths)) return kNullPointer;
     if (batch.starts[0] != 0 || batch.starts[batch.num_segments] != batch.num_tokens) return kBadShape;
     const auto outside = [num_slots](int64_t slot) { return slot < 0 || slot >= num_slots; };
     for (int64_t s = 0; s < batch.num_segments; ++s) {
         if (batch.starts[s] > batch.starts[s + 1]) return kBadShape;
         int64_t end = 0;
         for (int64_t t = batch.starts[s]; t < batch.starts[s + 1]; ++t) {
-            if (batch.index[t] < 0) return kBadShape;
+            if (batch.index[t] < 0 || (in_tree(batch, s) && (batch.depths[t] < 0 || batch.depths[t] > batch.index[t]))) return kBadShape;
             if (outside(batch.write_slots[t])) return kBadSlot;
-            end = std::max(end, seen_range(batch, s, t, 0).end);
+            end = std::max(end, std::min(batch.base_lens[s] + batch.index[t] + 1, batch.read_width));
         }
         const int64_t* slots = batch.read_slots + s * batch.read_width;
         if (std::any_of(slots, slots + end, outside)) return kBadSlot;
@@ -119,7 +119,6 @@ int check_layer(const slip_attention_batch& batch, const slip_kv& kv, const slip
     if (kv.type < kFloat32 || kv.type > kInt8 || (io.type != kFloat32 && io.type != kBfloat16)) return kBadFormat;
     if (!is_dim(kv.key_dim) || !is_dim(kv.value_dim) || kv.kv_heads < 1 || io.heads < 1 || io.heads % kv.kv_heads) return kBadShape;
     if (io.window < 0 || !(io.softcap >= 0)) return kBadShape;
-    if (io.window > 0 && batch.tree_width > 0 && !batch.depths) return kNullPointer;
     // The stride of an axis of one says nothing.
     const auto strides = [&](int64_t token, int64_t head, int32_t heads, int32_t dim) {
         return (batch.num_tokens == 1 || token >= dim) && (heads == 1 || head >= dim);

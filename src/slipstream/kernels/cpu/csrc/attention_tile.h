@@ -40,8 +40,9 @@ struct RowStates {
     float* out;      // [rows][value_dim]
 };
 
+// Not inlined, as the other loop over accumulators below: tests look at what the compiler made of them.
 template <int Type, int R>
-inline void score_rows(const uint32_t* keys, const uint32_t* query, int words, float* scores) {
+__attribute__((noinline)) void score_rows(const uint32_t* keys, const uint32_t* query, int words, float* scores) {
     __m512 sum[R][4];
 #pragma GCC unroll 6
     for (int r = 0; r < R; ++r) {
@@ -139,7 +140,7 @@ inline float weigh_row(const Block& block, const Scoring& scoring, uint64_t seen
 
 // Columns [at, at + 16 * C) of R rows.
 template <int Type, int R, int C>
-inline void mix_columns(const Block& block, const uint32_t* weights, const float* fade, int at, int dim, float* out) {
+__attribute__((noinline)) void mix_columns(const Block& block, const uint32_t* weights, const float* fade, int at, int dim, float* out) {
     constexpr int kStride = Type == kFloat32 ? kBlock : kBlock / 2;
     __m512 sum[R][C];
 #pragma GCC unroll 6

@@ -3,6 +3,7 @@
 #include <linux/futex.h>
 #include <pthread.h>
 #include <sched.h>
+#include <signal.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
@@ -204,6 +205,10 @@ void Pool::together(int64_t num_chunks, Body body, void* argument) {
 void Pool::start_workers() {
     started_for_ = threads();
     stop_.store(false, std::memory_order_relaxed);
+    // Signals are the process's own threads' business: a worker starts with all of them blocked.
+    sigset_t all, former;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &former);
     try {
         while (int(workers_.size()) + 1 < started_for_) {
             workers_.push_back(std::make_unique<Worker>());
@@ -213,6 +218,7 @@ void Pool::start_workers() {
     } catch (const std::system_error&) {
         workers_.pop_back();  // the system gives no more threads: those that there are do
     }
+    pthread_sigmask(SIG_SETMASK, &former, nullptr);
 }
 
 void Pool::stop_workers() {

@@ -44,13 +44,16 @@ void bfloat16_tile(const TileInput& in, float* out) {
     store(out, low, high);
 }
 
+// sum += a * b. Written out: where the compiler is free to, it overwrites a factor instead of the sum and moves registers about.
+inline void accumulate(__m512& sum, __m512 a, __m512 b) { asm("vfmadd231ps %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b)); }
+
 template <int R>
 inline void one_input(const uint8_t* w, const uint8_t* x, int64_t row_bytes, __m512 (&low)[R], __m512 (&high)[R]) {
     const __m512 a = _mm512_load_ps(w), b = _mm512_load_ps(w + 64);
     SLIP_UNROLL for (int r = 0; r < R; ++r) {
         const __m512 v = _mm512_set1_ps(*reinterpret_cast<const float*>(x + r * row_bytes));
-        low[r] = _mm512_fmadd_ps(a, v, low[r]);
-        high[r] = _mm512_fmadd_ps(b, v, high[r]);
+        accumulate(low[r], a, v);
+        accumulate(high[r], b, v);
     }
 }
 

@@ -83,6 +83,8 @@ void tile(const TileInput& in, float* out) {
         const auto x = [&](int r) -> const ActivationGroup& { return *reinterpret_cast<const ActivationGroup*>(x0 + r * stride); };
         for (int64_t i = 0; i < lines; ++i, ahead += 64) _mm_prefetch(reinterpret_cast<const char*>(ahead), _MM_HINT_T1);
         SLIP_UNROLL for (int part = 0; part < F::kParts; ++part) {
+            // Keeps the second part's loads behind the first part's sums: together they need more registers than there are.
+            if constexpr (F::kParts > 1) asm volatile("" ::: "memory");
             __m512i a[R], b[R];
             SLIP_UNROLL for (int r = 0; r < R; ++r) a[r] = b[r] = start<F>(x(r), part);
             constexpr int kFours = 8 / F::kParts;
