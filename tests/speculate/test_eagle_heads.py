@@ -83,9 +83,9 @@ def test_a_quantised_head_is_multiplied_by_the_kernels(tmp_path: Path, kind: int
             found[name] = torch.cat((states, head.logits(states)), 1)
         assert (head.weight_bytes < 3.5 * head.num_parameters) == (name != "plain")
     torch.testing.assert_close(found["exact"], found["torch"], rtol=1e-4, atol=1e-4)
-    most = found["plain"].abs().max()
-    assert 1e-3 < (found["torch"] - found["plain"]).abs().max() / most < 0.05
-    assert 1e-3 < (found["kernels"] - found["torch"]).abs().max() / most < 0.05
+    # Weights, and then activations too, in 8 bits: each is off by a per cent or so of what a sum over 32 has.
+    for one, other in (("torch", "plain"), ("kernels", "torch")):
+        assert 1e-3 < (found[one] - found[other]).norm() / found[other].norm() < 0.03, one
 
 
 def saved(head: PlainHead, folder: Path, rename: Callable[[str], str] | None = None) -> str:
