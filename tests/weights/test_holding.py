@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from slipstream.cli.show import stored_tensors
@@ -196,6 +196,23 @@ def test_none_dequantises_a_file(mixed: tuple[Path, Tensor]) -> None:
     torch.testing.assert_close(logits(loaded), expected, rtol=0, atol=1e-4)
 
 
+@NEEDS_KERNELS
+def test_loading_leaves_torch_its_threads(folder: Path, tmp_path: Path) -> None:
+    """It packs with one, and a load that fails gives the others back too."""
+    threads, broken = torch.get_num_threads(), save(tiny("llama", **SHAPE), tmp_path)
+    tensors = load_file(broken / "model.safetensors")
+    save_file({name: one for name, one in tensors.items() if name != "model.norm.weight"}, broken / "model.safetensors")
+    torch.set_num_threads(2)
+    try:
+        load(str(folder), cpu_kernels="auto")
+        assert torch.get_num_threads() == 2
+        with pytest.raises(ModelError, match=r"must hold model\.norm"):
+            load(str(broken), cpu_kernels="auto")
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)
+
+
 # -- what `show` says ---------------------------------------------------------------------------------------------------
 
 
@@ -275,8 +292,6 @@ def measured(warm: str, code: str) -> tuple[int, int]:
 @pytest.mark.skipif(sys.platform != "linux", reason="resident memory is read from /proc")
 def test_reading_a_file_does_not_hold_it_besides(tmp_path: Path) -> None:
     """24 tensors of 4 MiB, kept as they are: resident are they and one more, not the file's pages too."""
-    from safetensors.torch import save_file
-
     size, count = 4 << 20, 24
     save_file({f"t{number:02d}": torch.full((1024, 1024), float(number)) for number in range(count)}, tmp_path / "m.safetensors")
     setup = f"""
