@@ -11,6 +11,7 @@ extern "C" const char* slip_error(int code) {
         case slip::kBadMode: return "the mode must be one that this format has";
         case slip::kOutOfMemory: return "there must be memory for the work buffers";
         case slip::kBadStride: return "strides must be at least as wide as what they separate";
+        case slip::kBadSlot: return "KV slots must be those of the cache";
         default: return "unknown error code";
     }
 }

@@ -13,6 +13,7 @@ enum Error : int {
     kBadMode = 6,
     kOutOfMemory = 7,
     kBadStride = 8,
+    kBadSlot = 9,
 };
 
 }  // namespace slip
