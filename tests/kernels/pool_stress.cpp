@@ -1,5 +1,6 @@
 // Stress of csrc/pool.cpp: exits with 0, or prints what went wrong.
 #include <sys/wait.h>
+#include <time.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -42,6 +43,20 @@ static void phases(Pool& pool) {
     for (int64_t chunks : {65534, 65535, 65536, 131071, 200000}) phase(pool, chunks, 0);
 }
 
+// Whether another thread than the caller takes a chunk, however long the system lets it wait.
+static bool is_helped(Pool& pool) {
+    const time_t until = time(nullptr) + 30;
+    std::atomic<bool> helped{false};
+    while (!helped && time(nullptr) < until) {
+        pool.run(64, [&](int64_t, int thread) {
+            for (volatile int i = 0; i < 20000; i = i + 1) {
+            }
+            if (thread != 0) helped = true;
+        });
+    }
+    return helped;
+}
+
 int main() {
     Pool& pool = slip::pool();
     expect(pool.threads() == slip::usable_cores(), "the pool takes the usable cores");
@@ -55,6 +70,12 @@ int main() {
     std::atomic<int> inner{0};
     pool.run(10, [&](int64_t, int outer) { pool.run(10, [&](int64_t, int thread) { inner += thread == outer; }); });
     expect(inner == 100, "nested phases run on the thread that they are called from");
+
+    expect(is_helped(pool), "workers help");
+    slip_set_threads(1);
+    phase(pool, 10, 0);
+    slip_set_threads(2);
+    expect(is_helped(pool), "workers help again");
 
     // Two callers take turns.
     std::vector<std::thread> callers;
@@ -71,6 +92,7 @@ int main() {
     const pid_t child = fork();
     if (child == 0) {
         expect(slip_threads() == 2, "a child has as many threads");
+        expect(is_helped(pool), "a child's workers help it");
         phases(pool);
         _exit(0);
     }

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -103,6 +104,11 @@ class QuantizedTensor:
                 raise InvariantBroken(f"{name} of a {form} matrix must be {list(shape)} {dtype} on the CPU, but got {given}")
 
     @property
+    def num_elements(self) -> int:
+        """out * in."""
+        return self.shape[0] * self.shape[1]
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of its parts."""
         return sum(part.numel() * part.itemsize for part in self._parts())
@@ -111,8 +117,10 @@ class QuantizedTensor:
         """The rows `which` (int64 [n]) as a matrix of their own, copied: [n, in]."""
         return self._of([part.index_select(0, which) for part in self._parts()])
 
-    def narrow(self, start: int, length: int) -> QuantizedTensor:
-        """Rows [start, start + length), sharing memory."""
+    def narrow(self, dim: int, start: int, length: int) -> QuantizedTensor:
+        """Rows [start, start + length), sharing memory; as a tensor's `narrow`, but `dim` must be 0."""
+        if dim != 0:
+            raise InvariantBroken(f"a quantised matrix must be cut along its rows, but got dimension {dim}")
         return self._of([part.narrow(0, start, length) for part in self._parts()])
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -121,7 +129,7 @@ class QuantizedTensor:
         values = torch.empty((out, inputs), dtype=dtype)
         step = max(1, _BLOCK_ELEMENTS // max(1, inputs))
         for start in range(0, out, step):
-            block = self.narrow(start, min(step, out - start))
+            block = self.narrow(0, start, min(step, out - start))
             values[start : start + step] = block._values()
         return values
 
@@ -155,3 +163,21 @@ class QuantizedTensor:
     def _of(self, parts: list[Tensor]) -> QuantizedTensor:
         mins = parts[2] if self.mins is not None else None
         return QuantizedTensor(self.format, (parts[0].shape[0], self.shape[1]), parts[0], parts[1], mins)
+
+
+# A matrix as a model takes it.
+Matrix: TypeAlias = Tensor | QuantizedTensor
+
+
+def format_name(matrix: Matrix) -> str:
+    """`q8`, `float32`: for people."""
+    return str(matrix.format) if isinstance(matrix, QuantizedTensor) else str(matrix.dtype).removeprefix("torch.")
+
+
+def same_values(one: Matrix, other: Matrix) -> bool:
+    """Whether two matrices hold the same numbers."""
+    if isinstance(one, QuantizedTensor) and isinstance(other, QuantizedTensor) and one.format is other.format:
+        return one.equals(other)
+    plain = [part.dequantize() if isinstance(part, QuantizedTensor) else part for part in (one, other)]
+    wide = torch.promote_types(plain[0].dtype, plain[1].dtype)
+    return torch.equal(plain[0].to(wide), plain[1].to(wide))
