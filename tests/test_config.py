@@ -46,6 +46,7 @@ def test_every_setting_can_be_said_in_every_way(tmp_path: Path, monkeypatch: pyt
             other[name] = default + 1
     other |= {"model": "m", "served_model_name": "s", "dtype": "float16", "device": "cpu", "generation_config": "none"}
     other |= {"speculate": ["a:b=1,c=2", "off"], "attention_backend": "reference", "logprobs_mode": "processed"}
+    other |= {"quantization": "q8", "cpu_kernels": "exact", "kv_cache_dtype": "bfloat16"}
     other |= {"accept": "rejection", "scheduling_policy": "cache-aware", "host": "::1", "api_key": "k", "log_level": "debug"}
     left_out = set(EngineConfig.model_fields) - set(other)
     assert left_out == {"kv_cache_memory_bytes"}  # it excludes num_pages

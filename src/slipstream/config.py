@@ -67,6 +67,12 @@ class EngineConfig(BaseModel):
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = _setting(
         "Model", "auto", "Type of weights and activations; auto takes what the weights come in, where the device runs it well."
     )
+    quantization: Literal["auto", "none", "q8", "q4"] = _setting(
+        "Model",
+        "auto",
+        "What matrices are held in: as their file holds them where the CPU kernels run, else in --dtype (auto); in --dtype "
+        "(none); in 8 or 4 bits, made on loading (q8, q4). See quantization.md.",
+    )
     device: Literal["auto", "cpu", "cuda"] = _setting("Model", "auto", "Where the model runs.")
     max_model_len: Int | None = _setting(
         "Model", None, "Most tokens of a request, prompt and output; by default the model's context.", ge=1
@@ -102,13 +108,16 @@ class EngineConfig(BaseModel):
         ge=0,
     )
     num_threads: Int | None = _setting(
-        "Scheduling", None, "Threads of the CPU's forward pass; by default one a core.", ge=1, le=4096
+        "Scheduling", None, "Threads of the CPU's forward pass, torch's and our kernels'; by default one a core.", ge=1, le=4096
     )
 
     page_size: Int = _setting("Memory", 16, "Tokens of one KV page.", ge=1, le=4096)
     num_pages: Int | None = _setting("Memory", None, "KV pages requests may hold; by default what memory allows.", ge=1)
     kv_cache_memory_bytes: Int | None = _setting("Memory", None, "Memory for the KV pages, instead of --num-pages.", ge=1)
 
+    kv_cache_dtype: Literal["auto", "bfloat16", "float32", "int8"] = _setting(
+        "Memory", "auto", "Type of keys and values in the KV pages; auto is --dtype."
+    )
     enable_prefix_caching: bool = _setting(
         "Memory", True, "Keep the pages of finished and retracted work, and share them between requests that start alike."
     )
@@ -133,6 +142,12 @@ class EngineConfig(BaseModel):
         "coupled",
         "Which drafted tokens are accepted: coupled takes what the target says too, and gives the tokens of plain decoding; "
         "rejection samples by rejection, and gives its distribution, with tokens that depend on the drafter.",
+    )
+    cpu_kernels: Literal["auto", "exact", "off"] = _setting(
+        "Decoding",
+        "auto",
+        "Whether our own kernels multiply on the CPU: where they can, with activations rounded to 8 bits for quantised weights "
+        "and to bfloat16 for bfloat16 (auto), in float32 throughout (exact), or never (off).",
     )
     attention_backend: str = _setting("Decoding", "auto", "Attention implementation, or auto.", min_length=1)
     logprobs_mode: Literal["raw", "processed"] = _setting(

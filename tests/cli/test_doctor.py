@@ -45,19 +45,44 @@ def doctor(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, dict[st
 
 
 def test_a_sound_machine(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, found = doctor(capsys, str(checkpoint), "--port", "0", "--num-threads", "3", "--dtype", "bfloat16")
+    how = ["--port", "0", "--num-threads", "3", "--dtype", "bfloat16", "--cpu-kernels", "off"]
+    code, found = doctor(capsys, str(checkpoint), *how)
     assert code == 0
     assert found["device"][0]["device"] == "cpu"
     assert found["dtype"][0]["text"].startswith("bfloat16: as --dtype or SLIPSTREAM_DTYPE says")
     assert found["threads"][0]["num_threads"] == 3
     assert found["attention"][0]["attention_backend"] in ("reference", "cpu")
     assert found["model"][0]["status"] == "ok"
+    assert found["weights"][0]["text"] == "bfloat16 100%, multiplied by torch: --cpu-kernels is off"
     assert found["model memory"][0]["weight_bytes"] == 2 * tiny("llama").num_parameters()
     assert found["packages"][0]["versions"]["torch"] == metadata.version("torch")
     assert found["memory"][0]["free_bytes"] > 0
     assert found["cpu"][0]["num_threads"] == psutil.cpu_count()
     assert found["hub"][0]["status"] == "info"  # tests are offline
     assert found["same tokens"][0]["same_tokens"] == "but for near ties"
+
+
+def test_weights_and_what_multiplies_them(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SLIPSTREAM_CPU_ISA", "none")
+    _, found = doctor(capsys, str(checkpoint), "--port", "0")
+    assert found["weights"][0]["text"] == "float32 100%, multiplied by torch: SLIPSTREAM_CPU_ISA is none"
+    assert found["weights"][0]["cpu_kernels"] is False
+    monkeypatch.setattr("slipstream.kernels.choice.why_not_kernels", lambda *how, build=True: None)
+    monkeypatch.setattr("slipstream.weights.held.why_not_kernels", lambda *how, build=True: None)
+    _, found = doctor(capsys, str(checkpoint), "--port", "0", "--cpu-kernels", "exact", "--kv-cache-dtype", "bfloat16")
+    assert found["weights"][0]["text"] == "float32 100%, multiplied by our CPU kernels in float32"
+    whole = found["model memory"][0]["kv_full_context_bytes"]
+    _, found = doctor(capsys, "not-here/at-all", "--port", "0")
+    assert found["weights"][0]["text"] == "as their file holds them, multiplied by our CPU kernels"
+    _, found = doctor(capsys, str(checkpoint), "--port", "0")
+    assert found["model memory"][0]["kv_full_context_bytes"] == 2 * whole
+
+
+def test_a_bitwise_engine_keeps_every_token() -> None:
+    assert engine_checks.same_tokens("float32", is_bitwise=True).facts == {"same_tokens": "always"}
+    assert engine_checks.same_tokens("float32").facts == {"same_tokens": "but for near ties"}
 
 
 def test_the_table(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -152,7 +152,9 @@ def test_rm_refuses_what_is_not_ours(caches: Path, checkpoint: Path, capsys: pyt
     assert (checkpoint / "config.json").exists()
 
 
-def test_show_describes_a_folder(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_describes_a_folder(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["show", str(checkpoint), "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     expected = tiny("llama").num_parameters()
@@ -165,8 +167,11 @@ def test_show_describes_a_folder(checkpoint: Path, capsys: pytest.CaptureFixture
     assert facts["files"]["model.safetensors"] == (checkpoint / "model.safetensors").stat().st_size
     # Three layers of two heads of keys and values, of width eight: 96 numbers a token.
     assert facts["memory_bytes"]["float32"] == {"weights": 4 * expected, "kv_per_token": 384, "kv_full_context": 98304}
+    monkeypatch.setenv("SLIPSTREAM_CPU_ISA", "none")
     assert main(["show", str(checkpoint)]) == 0
     out = capsys.readouterr().out
+    assert "held as        float32 100%: 336.2 kB of weights\n" in out
+    assert "multiplied by  torch: SLIPSTREAM_CPU_ISA is none\n" in out
     assert "chat template  yes\n" in out
     assert "stored as      F32 100%\n" in out
 

@@ -32,6 +32,8 @@ BAD_CONFIGS = {
     "a drafter given twice": EngineConfig(speculate=("ngram", "ngram:width=2")),
     "several drafters without the cost model": EngineConfig(speculate=("ngram", "off"), adaptive_speculation=False),
     "too few tokens a step": EngineConfig(max_num_batched_tokens=1),
+    "quantised weights on cuda": EngineConfig(device="cuda", allow_untested=True, quantization="q4"),
+    "exact kernels where none compute": EngineConfig(cpu_kernels="exact", dtype="float64"),
 }
 
 

@@ -178,7 +178,7 @@ def test_an_engine_that_cannot_fit_is_not_begun(monkeypatch: pytest.MonkeyPatch)
 def test_the_table_reads_well() -> None:
     text = plan(HashLM(), drafters=(RandDrafter(64, 3, None, 0),)).text()
     assert text.splitlines() == [
-        "  weights        78.1 KiB  0.0M parameters, float64            --dtype",
+        "  weights        78.1 KiB  0.0M parameters, float64            --dtype, --quantization",
         "  KV pages          768 B  10 of 4 tokens: 40 tokens of 16 B   --num-pages, --kv-cache-memory-bytes",
         "  token history     768 B  4 slots of 22 tokens                --max-num-seqs, --max-model-len",
         "  page tables       192 B  4 slots of 6 pages                  --max-num-seqs, --max-model-len",

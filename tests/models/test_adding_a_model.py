@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from slipstream.models.config import parse_config
-from slipstream.models.parameters import Parameters
+from slipstream.models.parameters import Holding, Parameters
 from slipstream.models.registry import ModelType
 from slipstream.weights.safetensors_files import SafetensorsFolder
 from slipstream.weights.tokenizer_files import read_json
@@ -43,7 +43,7 @@ def test_the_example_is_a_model_file(tmp_path: Path) -> None:
         for parameter in reference.parameters():
             parameter.normal_(0, 0.15)
     folder, ids = save(reference, tmp_path), torch.arange(3, 43)
-    parameters = Parameters(SafetensorsFolder(folder), torch.float64, torch.device("cpu"))
+    parameters = Parameters(SafetensorsFolder(folder), Holding.plain(torch.float64), torch.device("cpu"))
     ours = module.MODEL.build(parse_config(read_json(folder / "config.json"), "config.json"), parameters)
     parameters.finish()
     # Its embeddings are scaled by a number that has been through float32.

@@ -18,7 +18,7 @@ import transformers
 from slipstream.errors import ModelError
 from slipstream.models import transformers_fallback
 from slipstream.models.config import parse_foreign
-from slipstream.models.parameters import Parameters
+from slipstream.models.parameters import Holding, Parameters
 from slipstream.models.transformers_fallback import TransformersModel
 from slipstream.speculate.off import Off
 from slipstream.testing import drafters as d
@@ -162,7 +162,7 @@ def test_only_the_tokens_of_the_step_are_computed(
 def test_taps_are_those_of_our_own_implementation(tmp_path: Path) -> None:
     folder = save(tiny("qwen3", dtype=torch.float64), tmp_path)
     ours = load(str(folder), dtype="float64").model
-    parameters = Parameters(SafetensorsFolder(folder), torch.float64, torch.device("cpu"))
+    parameters = Parameters(SafetensorsFolder(folder), Holding.plain(torch.float64), torch.device("cpu"))
     with torch.inference_mode():
         config = parse_foreign(read_json(folder / "config.json"), "config.json")
         theirs = transformers_fallback.build(config, parameters)

@@ -14,6 +14,7 @@ from slipstream.attention.kv import KVCache
 from slipstream.attention.layout import build_layout
 from slipstream.attention.reference import ReferenceBackend
 from slipstream.errors import ConfigError, ModelError
+from slipstream.kernels.choice import why_not_kernels
 from slipstream.layers.decoder import Decoder
 from slipstream.speculate.heads.checkpoint import load_head
 from slipstream.speculate.heads.layers import DraftHead
@@ -22,6 +23,8 @@ from slipstream.testing.byte_tokenizer import ByteTokenizer
 from slipstream.testing.hash_lm import HashLM
 from slipstream.testing.tiny import tiny_checkpoint, tiny_model
 from slipstream.types import SamplingParams
+from slipstream.weights import load
+from slipstream.weights.loaded import Numbers
 from tests.engine.harness import Job, assert_equal, reference, run
 from tests.speculate.eagle_heads import AUX, HIDDEN, VOCAB, PlainHead, plain_target, random_head, through_files
 
@@ -57,6 +60,32 @@ def compare(plain: PlainHead, loaded: DraftHead) -> None:
         got = states_of(loaded, features, following)
         assert torch.allclose(got, wanted, atol=1e-6)
         assert torch.allclose(loaded.logits(got), plain.logits(plain_target("llama"), wanted), atol=1e-4)
+
+
+@pytest.mark.skipif(why_not_kernels("auto", "float32", "cpu") is not None, reason="the CPU kernels do not run here")
+@pytest.mark.parametrize("kind", [1, 3])
+def test_a_quantised_head_is_multiplied_by_the_kernels(tmp_path: Path, kind: int) -> None:
+    """As torch multiplies the same quantised weights; in 8 bits it is near the plain head, and not the same."""
+    source, model = saved(random_head(kind), tmp_path / "head"), load(str(tiny_checkpoint("llama")), dtype="float32").model
+    assert isinstance(model, Decoder)
+    features = torch.randn((len(TEXT) - 1, (3 if kind == 3 else 1) * HIDDEN), generator=torch.Generator().manual_seed(5))
+    found = {}
+    for name, how in {
+        "plain": Numbers("float32"),
+        "torch": Numbers("float32", "q8"),
+        "exact": Numbers("float32", "q8", "exact"),
+        "kernels": Numbers("float32", "q8", "auto", "bfloat16"),
+    }.items():
+        head = load_head(source, model, "input" if kind == 3 else None, how)
+        assert head.kv_layer.dtype == (torch.bfloat16 if name == "kernels" else torch.float32)
+        with torch.inference_mode():
+            states = states_of(head, features, torch.tensor(TEXT[1:]))
+            found[name] = torch.cat((states, head.logits(states)), 1)
+        assert (head.weight_bytes < 3.5 * head.num_parameters) == (name != "plain")
+    torch.testing.assert_close(found["exact"], found["torch"], rtol=1e-4, atol=1e-4)
+    # Weights, and then activations too, in 8 bits: each is off by a per cent or so of what a sum over 32 has.
+    for one, other in (("torch", "plain"), ("kernels", "torch")):
+        assert 1e-3 < (found[one] - found[other]).norm() / found[other].norm() < 0.03, one
 
 
 def saved(head: PlainHead, folder: Path, rename: Callable[[str], str] | None = None) -> str:

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from slipstream.errors import ModelError
+from slipstream.paths import cache_dir
 from slipstream.weights import packages, watch
-from slipstream.weights.packages import ALIASES, PackagedModel, cache_dir, fetch
+from slipstream.weights.packages import ALIASES, PackagedModel, fetch
 
 PARTS = (b"GGUF" + bytes(range(100)), b"middle" * 50, b"end")
 WHOLE = b"".join(PARTS)

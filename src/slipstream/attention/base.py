@@ -20,13 +20,14 @@ node's path and not the nodes written before it:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from slipstream.attention.kv import KVCache
+from slipstream.attention.kv import KVCache, LayerKV
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +111,10 @@ class AttentionStep(Protocol):
 
 class AttentionBackend(Protocol):
     """Makes `AttentionStep`s. One file a backend; the file's name is the value of --attention-backend."""
+
+    def check(self, layers: Sequence[LayerKV]) -> None:
+        """Raise `ConfigError` for a model whose KV this backend does not take; called before anything is allocated."""
+        ...
 
     def begin(self, layout: BatchLayout, kv: KVCache) -> AttentionStep:
         """Prepare what all layers of this pass share."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,13 +17,16 @@ from torch import Tensor
 from torch.nn import functional
 
 from slipstream.attention.base import BatchLayout
-from slipstream.attention.kv import KVCache
+from slipstream.attention.kv import KVCache, LayerKV, from_rows, to_rows
 
 KEYS_STEP = 32  # verify rows are given a multiple of so many keys
 
 
 class ReferenceBackend:
     """`AttentionBackend` in plain torch."""
+
+    def check(self, layers: Sequence[LayerKV]) -> None:
+        """It takes everything."""
 
     def begin(self, layout: BatchLayout, kv: KVCache) -> ReferenceStep:
         """Prepare one pass. Masks are made at the first layer of each window, in its dtype."""
@@ -105,8 +109,11 @@ class ReferenceStep:
         if plan.rows is not None and plan.rows.width > 1:
             key, value, sick = _without_sick_nodes(plan.rows.start, key, value)
         keys, values = self.kv.layer(layer)
-        keys.index_copy_(0, self.layout.write_slots, key.to(keys.dtype))
-        values.index_copy_(0, self.layout.write_slots, value.to(values.dtype))
+        key_rows, value_rows = to_rows(key, keys.dtype), to_rows(value, values.dtype)
+        keys.index_copy_(0, self.layout.write_slots, key_rows)
+        values.index_copy_(0, self.layout.write_slots, value_rows)
+        if keys.dtype != query.dtype:  # a chunk's own tokens, too, are seen as they are stored
+            key, value = from_rows(key_rows, query.dtype), from_rows(value_rows, query.dtype)
         parts = [_attend_chunk(chunk, query, key, value, keys, values, scale, softcap) for chunk in plan.chunks]
         if plan.rows is not None:
             mixed = _attend_rows(plan.rows, query, keys, values, scale, softcap)
@@ -219,8 +226,8 @@ def _attend_chunk(
     if chunk.slots is None:
         key, value = key[chunk.start : chunk.stop], value[chunk.start : chunk.stop]
     else:
-        key = keys.index_select(0, chunk.slots).to(query.dtype)
-        value = values.index_select(0, chunk.slots).to(query.dtype)
+        key = from_rows(keys.index_select(0, chunk.slots), query.dtype)
+        value = from_rows(values.index_select(0, chunk.slots), query.dtype)
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
@@ -250,8 +257,8 @@ def _attend_rows(rows: _Rows, query: Tensor, keys: Tensor, values: Tensor, scale
     # [R, W, kv, G, D] -> [R * kv, G * W, D]; a view where W is 1.
     query = query.reshape(rows.num_rows, rows.width, kv_heads, groups, -1).permute(0, 2, 3, 1, 4)
     query = query.reshape(batch, groups * rows.width, -1)
-    key = keys.view(-1, keys.shape[2]).index_select(0, rows.slots).view(batch, rows.num_keys, -1).to(query.dtype)
-    value = values.view(-1, values.shape[2]).index_select(0, rows.slots).view(batch, rows.num_keys, -1).to(query.dtype)
+    key = from_rows(keys.view(-1, keys.shape[2]).index_select(0, rows.slots), query.dtype).view(batch, rows.num_keys, -1)
+    value = from_rows(values.view(-1, values.shape[2]).index_select(0, rows.slots), query.dtype).view(batch, rows.num_keys, -1)
     if softcap is None:
         scores = torch.baddbmm(rows.bias, query, key.transpose(1, 2), alpha=scale)
     else:

@@ -195,16 +195,12 @@ class _Bench:
         import torch
 
         from slipstream.cli.timed_engine import TimedEngine
-        from slipstream.engine.build import pick_device
-        from slipstream.weights import load
+        from slipstream.engine.build import load_configured
 
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
-        device = pick_device(config.device)
         with progress() as on_progress:
-            loaded = load(
-                config.model, dtype=config.dtype, device=device, max_context=config.max_model_len, on_progress=on_progress
-            )
+            loaded = load_configured(config, on_progress)
         self._args = args
         self._status = StatusLine()
         self._prompts = {name: _encoded(name, texts, loaded, config, args) for name, texts in sets.items()}

@@ -151,7 +151,7 @@ def check_disks() -> Iterator[Check]:
     """Where models are kept: ours and the hub's."""
     from huggingface_hub import constants
 
-    from slipstream.weights.packages import cache_dir
+    from slipstream.paths import cache_dir
 
     yield check_disk("cache", cache_dir(), "SLIPSTREAM_CACHE names another folder")
     yield check_disk("hub cache", Path(constants.HF_HUB_CACHE), "HF_HOME names another folder")

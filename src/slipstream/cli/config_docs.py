@@ -35,7 +35,8 @@ max_num_seqs = 8
 api_key = "secret"
 ```
 
-`SLIPSTREAM_CACHE` names the folder of fetched models; by default it is `slipstream` in the user's cache folder.
+`SLIPSTREAM_CACHE` names the folder of fetched models and of compiled kernels; by default it is `slipstream` in the user's cache
+folder. `CXX` names the kernels' compiler, by default `g++`, `c++` or `clang++`; `SLIPSTREAM_CPU_ISA=none` switches them off.
 """
 
 

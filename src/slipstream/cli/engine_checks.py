@@ -1,5 +1,5 @@
-"""What `doctor` says of the engine: device, dtype, attention, threads, sameness and the model. It asks those who decide when a
-model is served. Imports torch.
+"""What `doctor` says of the engine: device, dtype, attention, threads, weights, sameness and the model. It asks those who decide
+when a model is served. Imports torch.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from slipstream.config import EngineConfig, env_name, flag_name
 from slipstream.errors import SlipstreamError
 
 if TYPE_CHECKING:
+    from slipstream.weights.held import Held
     from slipstream.weights.text_side import Checkpoint
 
 
@@ -46,6 +47,7 @@ def engine_checks(config: EngineConfig) -> list[Check]:
     dtype = str(pick_dtype(config.dtype, stored, device)).removeprefix("torch.")
     why = _why(config, "dtype", "what the device runs well" + (f"; the weights come in {stored}" if stored else ""))
     checks.append(Check("dtype", "ok", f"{dtype}: {why}", facts={"dtype": dtype}))
+    backend = None
     try:
         backend = type(attention_backend(config.attention_backend)).__module__.rpartition(".")[2]
         why = _why(config, "attention_backend", "what auto means on this device")
@@ -55,17 +57,44 @@ def engine_checks(config: EngineConfig) -> list[Check]:
     threads = config.num_threads or torch.get_num_threads()
     why = _why(config, "num_threads", "one a core, as torch counts them")
     checks.append(Check("threads", "ok", f"{threads}: {why}", facts={"num_threads": threads}))
-    checks += [same_tokens(dtype), model]
-    if checkpoint is not None:
-        checks.append(check_needs(checkpoint, getattr(torch, dtype).itemsize, dtype))
+    weights, runs = check_weights(config, checkpoint, dtype, device.type)
+    checks += [weights, same_tokens(dtype, is_bitwise=weights.facts.get("cpu_kernels", False) and backend == "cpu"), model]
+    if checkpoint is not None and runs is not None:
+        kv = config.kv_cache_dtype
+        checks.append(check_needs(checkpoint, runs, getattr(torch, dtype if kv == "auto" else kv).itemsize))
     return checks
 
 
-def same_tokens(dtype: str) -> Check:
-    """How far the promise of the same tokens reaches in this dtype."""
+def check_weights(config: EngineConfig, checkpoint: Checkpoint | None, dtype: str, device: str) -> tuple[Check, Held | None]:
+    """What matrices are held in, and what multiplies them. Builds the CPU kernels where they may run."""
+    from slipstream.cli.show import how_it_runs, shares
+    from slipstream.kernels.choice import why_not_kernels
+
+    try:
+        runs = None if checkpoint is None else how_it_runs(checkpoint, config, build=True)
+    except SlipstreamError as error:
+        return Check("weights", "fail", error.message, error.hint), None
+    why = why_not_kernels(config.cpu_kernels, dtype, device) if runs is None else runs.why_torch
+    form = "as their file holds them" if config.quantization == "auto" and why is None else config.quantization
+    held = form if runs is None else shares(runs.formats)
+    if why is not None:
+        text = f"{dtype if runs is None else held}, multiplied by torch: {why}"
+    elif config.cpu_kernels == "exact":
+        text = f"{held}, multiplied by our CPU kernels in float32"
+    else:
+        text = f"{held}, multiplied by our CPU kernels"
+    facts = {"held_as": {} if runs is None else runs.formats, "cpu_kernels": why is None, "why_torch": why}
+    return Check("weights", "ok", text, facts=facts), runs
+
+
+def same_tokens(dtype: str, *, is_bitwise: bool = False) -> Check:
+    """How far the promise of the same tokens reaches in this dtype, or where products and attention are our kernels'."""
     promise = "the same seed gives the same tokens at any batch size, lag and chunk size, with any drafter"
     if dtype == "float64":
         return Check("same tokens", "ok", f"{promise}, as the tests compare them", facts={"same_tokens": "always"})
+    if is_bitwise:
+        text = f"{promise}: our kernels give a row the same bits whatever shares its step"
+        return Check("same tokens", "ok", text, facts={"same_tokens": "always"})
     text = (
         f"{promise}, but for near ties: in {dtype} torch's matrix products round differently for different numbers of rows, so a "
         "token may differ where the two best scores nearly tie"
@@ -93,25 +122,21 @@ def check_model(config: EngineConfig) -> tuple[Check, Checkpoint | None]:
     return Check("model", "ok", text, facts={"model": name, "is_here": True, "path": str(source.path)}), checkpoint
 
 
-def check_needs(checkpoint: Checkpoint, itemsize: int, dtype: str) -> Check:
+def check_needs(checkpoint: Checkpoint, runs: Held, kv_itemsize: int) -> Check:
     """Whether weights and one full context fit the memory that is free."""
     import psutil
 
-    from slipstream.cli.show import describe
+    from slipstream.cli.show import describe, shares
 
-    try:
-        facts = describe(checkpoint)
-    except SlipstreamError as error:
-        return Check("model memory", "fail", error.message, error.hint)
-    weights = facts["num_parameters"] * itemsize
+    weights = runs.weight_bytes
     # describe() has float32's bytes: four a number.
-    context = facts["memory_bytes"]["float32"]["kv_full_context"] * itemsize // 4
+    context = describe(checkpoint)["memory_bytes"]["float32"].get("kv_full_context", 0) * kv_itemsize // 4
     free = psutil.virtual_memory().available
-    need = f"{size_text(weights)} of weights in {dtype} and {size_text(context)} of KV cache for a full context"
+    need = f"{size_text(weights)} of weights in {shares(runs.formats)} and {size_text(context)} of KV cache for a full context"
     text = f"{need}; {size_text(free)} free"
     needs = {"weight_bytes": weights, "kv_full_context_bytes": context}
     if weights > free:
-        return Check("model memory", "fail", text, "a smaller model, or --dtype bfloat16", needs)
+        return Check("model memory", "fail", text, "a smaller model, --dtype bfloat16 or --quantization q8", needs)
     if weights + context > free:
         return Check("model memory", "warn", text, "--max-model-len makes the context shorter", needs)
     return Check("model memory", "ok", text, facts=needs)

@@ -15,7 +15,9 @@ from slipstream.cli.table import columns, count_text, size_text
 from slipstream.errors import ModelError
 
 if TYPE_CHECKING:
+    from slipstream.config import EngineConfig
     from slipstream.models.config import CheckpointConfig
+    from slipstream.weights.held import Held, StoredTensor
     from slipstream.weights.text_side import Checkpoint
 
 EXAMPLE = "slipstream show smollm2-135m"
@@ -36,11 +38,21 @@ def run(args: argparse.Namespace) -> int:
     from slipstream.weights.source import locate
     from slipstream.weights.text_side import open_checkpoint
 
-    name = config_from(args, model=args.name).model
+    config = config_from(args, model=args.name)
+    name = config.model
     source = locate(name)
     if source is None:
         raise ModelError(f"{name} must have been fetched, but it is not in the cache", hint=f"slipstream pull {name}")
-    facts = describe(open_checkpoint(source))
+    checkpoint = open_checkpoint(source)
+    facts = describe(checkpoint)
+    runs = how_it_runs(checkpoint, config, build=False)
+    facts["runs"] = {
+        "dtype": runs.dtype,
+        "held_as": runs.formats,
+        "weight_bytes": runs.weight_bytes,
+        "cpu_kernels": runs.why_torch is None,
+        "why_torch": runs.why_torch,
+    }
     print(json.dumps(facts, indent=2) if args.json else _lines(facts))
     return 0
 
@@ -48,7 +60,9 @@ def run(args: argparse.Namespace) -> int:
 def describe(checkpoint: Checkpoint) -> dict[str, Any]:
     """What is known of a checkpoint, as JSON."""
     config, text, path = checkpoint.config, checkpoint.text, checkpoint.source.path
-    elements = _elements(checkpoint)
+    elements: Counter[str] = Counter()
+    for tensor in stored_tensors(checkpoint):
+        elements[tensor.stored] += tensor.num_elements
     num_parameters = sum(elements.values())
     shape = _shape(config)
     kv_elements = 2 * shape["num_layers"] * shape["num_kv_heads"] * shape["head_dim"] if shape else None
@@ -90,28 +104,40 @@ def _memory(weight_bytes: int, kv_token_bytes: int | None, context_len: int) -> 
     return {"weights": weight_bytes, "kv_per_token": kv_token_bytes, "kv_full_context": kv_token_bytes * context_len}
 
 
-def _elements(checkpoint: Checkpoint) -> Counter[str]:
-    """How many parameters are stored in which type."""
-    counts: Counter[str] = Counter()
+def how_it_runs(checkpoint: Checkpoint, config: EngineConfig, *, build: bool) -> Held:
+    """What its matrices will be held in with these settings, and what multiplies them. `build`: see `why_not_kernels`."""
+    from slipstream.models.config import ModelConfig
+    from slipstream.weights.held import dtype_name, held
+    from slipstream.weights.loaded import Numbers
+
+    device = "cpu" if config.device == "auto" else config.device
+    dtype = dtype_name(config.dtype, checkpoint.config.dtype, device)
+    numbers = Numbers(config.dtype, config.quantization, config.cpu_kernels, config.kv_cache_dtype)
+    is_ours = isinstance(checkpoint.config, ModelConfig)
+    return held(stored_tensors(checkpoint), numbers, dtype, device, is_ours=is_ours, build=build)
+
+
+def stored_tensors(checkpoint: Checkpoint) -> list[StoredTensor]:
+    """Its parameters, from the headers of its files."""
+    from slipstream.weights.held import StoredTensor
+
     if checkpoint.gguf is not None:
-        for name, tensor in checkpoint.gguf.tensors.items():
-            if not name.endswith(_DERIVED):
-                counts[tensor.kind.name] += _product(tensor.shape)
-        return counts
+        found = [StoredTensor(name, one.kind.name, one.shape) for name, one in checkpoint.gguf.tensors.items()]
+        return [tensor for tensor in found if not tensor.name.endswith(_DERIVED)]
     from safetensors import SafetensorError, safe_open
 
+    found = []
     for file in _weight_files(checkpoint.source.path):
         try:
             with safe_open(str(file), framework="np") as tensors:
                 for name in tensors.keys():  # noqa: SIM118 - it is no mapping
                     part = tensors.get_slice(name)
-                    if not name.endswith(_DERIVED):
-                        counts[part.get_dtype()] += _product(part.get_shape())
+                    found.append(StoredTensor(name, part.get_dtype(), tuple(part.get_shape())))
         except SafetensorError as error:
             raise ModelError(
                 f"{file.name} must be a whole safetensors file, but got: {error}", hint="it is cut or damaged; fetch it again"
             ) from None
-    return counts
+    return [tensor for tensor in found if not tensor.name.endswith(_DERIVED)]
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -144,11 +170,10 @@ def _license(checkpoint: Checkpoint) -> str | None:
     return line.group(1).strip("'\"") if line else None
 
 
-def _product(shape: tuple[int, ...] | list[int]) -> int:
-    product = 1
-    for size in shape:
-        product *= size
-    return product
+def shares(counts: Mapping[str, int]) -> str:
+    """`q4 79%, q8 21%`."""
+    total = sum(counts.values()) or 1
+    return ", ".join(f"{kind} {_percent(count / total)}" for kind, count in counts.items())
 
 
 def _percent(share: float) -> str:
@@ -156,12 +181,12 @@ def _percent(share: float) -> str:
 
 
 def _lines(facts: Mapping[str, Any]) -> str:
-    stored = [f"{kind} {_percent(count / facts['num_parameters'])}" for kind, count in facts["stored_as"].items()]
+    runs = facts["runs"]
     rows = [
         ["model", facts["name"]],
         ["architecture", facts["architecture"]],
         ["parameters", count_text(facts["num_parameters"])],
-        ["stored as", ", ".join(stored)],
+        ["stored as", shares(facts["stored_as"])],
         ["context", f"{facts['context_len']} tokens"],
         ["vocabulary", f"{facts['vocab_size']} tokens"],
         *_shape_lines(facts),
@@ -178,6 +203,8 @@ def _lines(facts: Mapping[str, Any]) -> str:
             token, full = size_text(need["kv_per_token"]), size_text(need["kv_full_context"])
             line += f", {token} of KV cache a token, {full} for a full context"
         rows.append([f"in {dtype}", line])
+    rows.append(["held as", f"{shares(runs['held_as'])}: {size_text(runs['weight_bytes'])} of weights"])
+    rows.append(["multiplied by", f"torch: {runs['why_torch']}" if runs["why_torch"] else "our CPU kernels"])
     return columns(rows)
 
 

@@ -23,6 +23,7 @@ from slipstream.engine.runner import Runner
 from slipstream.engine.scheduler import Scheduler
 from slipstream.engine.settle import StopTextFactory
 from slipstream.errors import ConfigError
+from slipstream.kernels.cpu.library import kernels
 from slipstream.models.base import CausalLM
 from slipstream.observe import log
 from slipstream.speculate.accept import RULES
@@ -34,10 +35,11 @@ from slipstream.speculate.width import WidthModel
 from slipstream.text.detokenize import StopScanner
 from slipstream.text.tokenizer import Tokenizer
 from slipstream.weights import load
-from slipstream.weights.loaded import LoadedModel
+from slipstream.weights.loaded import LoadedModel, Numbers
 
 # Of the memory that is free once the weights are there, this share may become KV; the rest is activations and everybody else's.
 KV_MEMORY_SHARE = 0.4
+MAX_KERNEL_THREADS = 64
 
 logger = logging.getLogger("slipstream.engine")
 
@@ -75,7 +77,19 @@ def build_engine(config: EngineConfig, on_progress: Callable[[str, float], None]
 def load_configured(config: EngineConfig, on_progress: Callable[[str, float], None] | None = None) -> LoadedModel:
     """Load the configured model to the configured device."""
     device = pick_device(config.device)
-    return load(config.model, dtype=config.dtype, device=device, max_context=config.max_model_len, on_progress=on_progress)
+    loaded = load(
+        config.model,
+        dtype=config.dtype,
+        quantization=config.quantization,
+        cpu_kernels=config.cpu_kernels,
+        kv_cache_dtype=config.kv_cache_dtype,
+        device=device,
+        max_context=config.max_model_len,
+        on_progress=on_progress,
+    )
+    if config.num_threads is not None and loaded.arithmetic != "torch" and (library := kernels()) is not None:
+        library.set_threads(min(config.num_threads, MAX_KERNEL_THREADS))
+    return loaded
 
 
 def engine_around(loaded: LoadedModel, config: EngineConfig) -> Engine:
@@ -88,6 +102,8 @@ def engine_around(loaded: LoadedModel, config: EngineConfig) -> Engine:
         context_len=loaded.context_len,
         device=pick_device(config.device),
         num_parameters=loaded.num_parameters,
+        weight_bytes=loaded.weight_bytes,
+        formats=loaded.formats,
         tokenizer=loaded.tokenizer,
     )
 
@@ -105,6 +121,8 @@ def assemble_engine(
     executor: Callable[[Device], Executor] = ThreadExecutor,
     order: ReuseOrder = "newest",
     num_parameters: int = 0,
+    weight_bytes: int | None = None,
+    formats: Iterable[str] = (),
     tokenizer: Tokenizer | None = None,
     chooser: Callable[[Mapping[str, Shape], EngineConfig], Chooser] = default_chooser,
 ) -> Engine:
@@ -112,7 +130,8 @@ def assemble_engine(
 
     Args:
         model: the target.
-        config: everything the engine reads of it; `model`, `dtype` and the server's fields are not looked at.
+        config: everything the engine reads of it; `model` and the server's fields are not looked at, and what it says of numbers
+            is for models that drafters load.
         eos_token_ids: ids that end an answer.
         stop_text: makes the stop string finder of a request.
         context_len: most tokens of a request; None: the model's, cut to --max-model-len.
@@ -121,7 +140,7 @@ def assemble_engine(
         drafters: drafters built by the caller. None: the configured ones.
         executor: where steps run.
         order: which free slot or page is reused first.
-        num_parameters: of the model, for the memory table.
+        num_parameters, weight_bytes, formats: of the model, for the memory table.
         tokenizer: of the model, for drafters; None: not known.
         chooser: makes what chooses drafters and widths.
 
@@ -130,13 +149,19 @@ def assemble_engine(
     device = device or torch.device("cpu")
     context_len = context_len or min(model.context_len, config.max_model_len or model.context_len)
     attention = attention or attention_backend(config.attention_backend)
+    attention.check(model.kv_layers)
     accept = RULES[config.accept]()
-    target = Target(model, config.page_size, device, attention, tokenizer, accept)
+    # A draft model is held as the target is; `auto` must not come to another dtype for it.
+    dtype = str(model.dtype).removeprefix("torch.") if config.dtype == "auto" else config.dtype
+    numbers = Numbers(dtype, config.quantization, config.cpu_kernels, config.kv_cache_dtype)
+    target = Target(model, config.page_size, device, attention, tokenizer, accept, numbers)
     if drafters is None:
         built = build_drafters(config.speculate, target)
     else:
         built = {name: make(target) for name, make in drafters.items()}
     built.setdefault(OFF, Off())
+    for drafter in built.values():
+        attention.check(drafter.kv_layers)
     num_pages = pick_num_pages(model, config, context_len, built.values())
     all_pages = num_pages + NUM_RESERVED_PAGES
     num_host_pages = pick_num_host_pages(model, config, built.values())
@@ -147,6 +172,8 @@ def assemble_engine(
         num_pages=num_pages,
         num_host_pages=num_host_pages,
         num_parameters=num_parameters,
+        weight_bytes=weight_bytes,
+        formats=formats,
         drafters=built.values(),
         memory=memory_of(device),
     )

@@ -112,6 +112,25 @@ def _a_prompt_token_a_step(config: EngineConfig) -> SlipstreamError | None:
     )
 
 
+def _quantised_on_the_cpu_alone(config: EngineConfig) -> SlipstreamError | None:
+    if config.device != "cuda" or config.quantization not in ("q8", "q4"):
+        return None
+    return ConfigError(
+        f"--quantization must be auto or none on cuda, but got {config.quantization!r}",
+        hint="kernels for quantised weights are there for the CPU alone",
+    )
+
+
+def _exact_kernels_in_their_dtypes(config: EngineConfig) -> SlipstreamError | None:
+    if config.cpu_kernels != "exact" or (config.device != "cuda" and config.dtype in ("auto", "float32", "bfloat16")):
+        return None
+    return ConfigError(
+        "--cpu-kernels exact must have the CPU, and weights in float32 or bfloat16, but got "
+        f"--device {config.device} and --dtype {config.dtype}",
+        hint="--cpu-kernels off lets torch multiply, in any type",
+    )
+
+
 STARTUP_ROWS: tuple[StartupRow, ...] = (
     StartupRow("cuda is untested", _cuda_is_untested),
     StartupRow("unknown drafter or option", _known_drafters),
@@ -119,6 +138,8 @@ STARTUP_ROWS: tuple[StartupRow, ...] = (
     StartupRow("several drafters without the cost model", _several_drafters_are_chosen_from),
     StartupRow("unknown attention backend", _known_backend),
     StartupRow("too few tokens a step", _a_prompt_token_a_step),
+    StartupRow("quantised weights on cuda", _quantised_on_the_cpu_alone),
+    StartupRow("exact kernels where none compute", _exact_kernels_in_their_dtypes),
 )
 
 

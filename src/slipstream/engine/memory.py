@@ -133,6 +133,8 @@ def plan_memory(
     num_pages: int,
     num_host_pages: int = 0,
     num_parameters: int,
+    weight_bytes: int | None = None,
+    formats: Iterable[str] = (),
     drafters: Iterable[Drafter],
     memory: Memory,
 ) -> MemoryPlan:
@@ -144,6 +146,8 @@ def plan_memory(
         context_len: most tokens of a request.
         num_pages: KV pages for requests. num_host_pages: pages of host memory behind them.
         num_parameters: of the target.
+        weight_bytes: of the target's weights as they are held; None: all in its dtype.
+        formats: what they are held in; none named: its dtype.
         drafters: those that will run.
         memory: of the device, with the weights there.
     """
@@ -173,7 +177,7 @@ def plan_memory(
     draft_bytes = sum(one.bytes_per_token for drafter in drafters for one in drafter.kv_layers)
     draft_page = config.page_size * draft_bytes
     draft_parameters = sum(drafter.num_parameters for drafter in drafters)
-    draft_weights = sum(d.num_parameters * d.kv_layers[0].dtype.itemsize for d in drafters if d.kv_layers)
+    draft_weights = sum(drafter.weight_bytes for drafter in drafters)
     draft_kv = (num_pages + NUM_RESERVED_PAGES) * draft_page
     draft_pool = f"the same pages: {num_pages * config.page_size} tokens of {amount(draft_bytes)}"
     host_kv = num_host_pages * (page + draft_page)
@@ -185,9 +189,10 @@ def plan_memory(
     def at_most(name: str, num_bytes: int, what: str, *flags: str) -> MemoryItem:
         return MemoryItem(name, num_bytes, f"at most, {what}", flags, must_fit=name != "attention")
 
-    parameters = f"{num_parameters / 1e6:.1f}M parameters, {str(model.dtype).removeprefix('torch.')}"
+    held = ", ".join(formats) or str(model.dtype).removeprefix("torch.")
+    weights = num_parameters * size if weight_bytes is None else weight_bytes
     items = [
-        MemoryItem("weights", num_parameters * size, parameters, ("--dtype",)),
+        MemoryItem("weights", weights, f"{num_parameters / 1e6:.1f}M parameters, {held}", ("--dtype", "--quantization")),
         MemoryItem("draft weights", draft_weights, f"{draft_parameters / 1e6:.1f}M parameters", (drafts,)),
         at_start("KV pages", kv, pool, "--num-pages", "--kv-cache-memory-bytes"),
         MemoryItem("host KV pages", host_kv, f"{num_host_pages} pages", ("--kv-offload-memory-bytes",)),

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from slipstream.attention.base import AttentionStep
 from slipstream.attention.kv import LayerKV
-from slipstream.layers.activation import Activation
 from slipstream.layers.embedding import Embedding
 from slipstream.layers.linear import Product
 from slipstream.layers.norm import HeadNorm, RMSNorm
@@ -83,17 +82,15 @@ class Attention:
 class GatedMLP:
     """act(gate) * up, then down."""
 
-    __slots__ = ("activation", "down", "gate_up")
+    __slots__ = ("down", "inner")
 
-    def __init__(self, gate_up: Product, down: Product, activation: Activation) -> None:
-        self.gate_up = gate_up
+    def __init__(self, inner: Product, down: Product) -> None:
+        self.inner = inner
         self.down = down
-        self.activation = activation
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, hidden] -> [T, hidden]."""
-        gate, up = self.gate_up(x).chunk(2, -1)
-        return self.down(self.activation(gate).mul_(up))
+        return self.down(self.inner(x))
 
 
 class Block:
@@ -140,6 +137,7 @@ class Decoder:
         rotaries: the rotary embeddings that layers choose from.
         context_len: most positions the model can take.
         logit_softcap: logits l become cap * tanh(l / cap); None: they stay.
+        kv_dtype: of keys and values; None: the embedding's.
     """
 
     def __init__(
@@ -151,6 +149,7 @@ class Decoder:
         rotaries: tuple[Rotary, ...],
         context_len: int,
         logit_softcap: float | None = None,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
         self.embedding = embedding
         self.blocks = blocks
@@ -160,11 +159,11 @@ class Decoder:
         self.context_len = context_len
         self.logit_softcap = logit_softcap
         self.vocab_size = head.num_outputs
-        self.hidden_size = embedding.weight.shape[1]
+        self.hidden_size = embedding.hidden_size
         self.num_layers = len(blocks)
-        self.dtype: torch.dtype = embedding.weight.dtype
+        self.dtype: torch.dtype = embedding.dtype
         self.kv_layers = tuple(
-            LayerKV(block.attention.num_kv_heads, block.attention.head_dim, block.attention.head_dim, self.dtype)
+            LayerKV(block.attention.num_kv_heads, block.attention.head_dim, block.attention.head_dim, kv_dtype or self.dtype)
             for block in blocks
         )
 

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import ModelError, shown
+from slipstream.kernels.formats import Matrix, same_values
 from slipstream.layers.activation import ACTIVATIONS
 from slipstream.layers.decoder import Attention, Block, Decoder, GatedMLP
 from slipstream.layers.embedding import Embedding
-from slipstream.layers.linear import Product, linear
+from slipstream.layers.linear import Product, gated, linear
 from slipstream.layers.norm import HeadNorm, RMSNorm
 from slipstream.layers.rope import RopeSpec
 from slipstream.layers.rotary import Rotary
@@ -70,18 +71,20 @@ def build_decoder(config: ModelConfig, parameters: Parameters, style: Style) -> 
     for rope in ropes:
         _check_rope(rope, config, style)
     builder = _Builder(config, parameters, style)
-    embedding = parameters.take("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
+    embedding = parameters.take_matrix("model.embed_tokens.weight", (config.vocab_size, config.hidden_size), sensitive=True)
+    holding = parameters.holding
     blocks = tuple(builder.block(layer) for layer in range(config.num_layers))
     norm = builder.norm("model.norm")
     head = _head(config, parameters, embedding)
     return Decoder(
-        Embedding(embedding, style.embedding_scale),
+        Embedding(embedding, style.embedding_scale, holding.dtype),
         blocks,
         norm,
-        linear([head]),
+        linear([head], dtype=holding.dtype, arithmetic=holding.arithmetic),
         tuple(Rotary(rope, config.head_dim, parameters.device) for rope in ropes),
         config.context_len,
         style.logit_softcap,
+        holding.kv_dtype,
     )
 
 
@@ -98,21 +101,21 @@ def _check_rope(rope: RopeSpec, config: ModelConfig, style: Style) -> None:
         )
 
 
-def _head(config: ModelConfig, parameters: Parameters, embedding: Tensor) -> Tensor:
+def _head(config: ModelConfig, parameters: Parameters, embedding: Matrix) -> Matrix:
     name = "lm_head.weight"
     if config.tie_word_embeddings is None and name not in parameters:
         return embedding
     if config.tie_word_embeddings and name not in parameters:
         return embedding
-    head = parameters.take(name, (config.vocab_size, config.hidden_size))
+    head = parameters.take_matrix(name, (config.vocab_size, config.hidden_size), sensitive=True)
     if not config.tie_word_embeddings:
         return head
-    if not torch.equal(head, embedding):
+    if not same_values(head, embedding):
         raise ModelError(
             f"{name} must equal model.embed_tokens.weight where tie_word_embeddings is true, but it differs",
             hint="set tie_word_embeddings to false if the head is its own",
         )
-    parameters.num_parameters -= head.numel()
+    parameters.untake(head)
     return embedding
 
 
@@ -140,10 +143,15 @@ class _Builder:
         config, style, prefix = self._config, self._style, f"model.layers.{layer}."
         hidden, inner = config.hidden_size, config.intermediate_size
         gate_up = {"mlp.gate_up_proj": 2 * inner} if style.fused else {"mlp.gate_proj": inner, "mlp.up_proj": inner}
+        holding = self._parameters.holding
         mlp = GatedMLP(
-            self._product(prefix, gate_up, hidden, config.mlp_bias),
+            gated(
+                *self._matrices(prefix, gate_up, hidden, config.mlp_bias),
+                self._activation,
+                dtype=holding.dtype,
+                arithmetic=holding.arithmetic,
+            ),
             self._product(prefix, {"mlp.down_proj": hidden}, inner, config.mlp_bias),
-            self._activation,
         )
         before, attention = self.norm(f"{prefix}input_layernorm"), self._attention(layer, prefix)
         if not style.after_norms:
@@ -183,10 +191,14 @@ class _Builder:
         )
 
     def _product(self, prefix: str, outputs: dict[str, int], into: int, bias: bool) -> Product:
-        take = self._parameters.take
-        weights = [take(f"{prefix}{name}.weight", (out, into)) for name, out in outputs.items()]
-        biases = [take(f"{prefix}{name}.bias", (out,)) for name, out in outputs.items() if bias]
-        return linear(weights, biases)
+        holding = self._parameters.holding
+        weights, biases = self._matrices(prefix, outputs, into, bias)
+        return linear(weights, biases, dtype=holding.dtype, arithmetic=holding.arithmetic)
+
+    def _matrices(self, prefix: str, outputs: dict[str, int], into: int, bias: bool) -> tuple[list[Matrix], list[Tensor]]:
+        take = self._parameters
+        weights = [take.take_matrix(f"{prefix}{name}.weight", (out, into)) for name, out in outputs.items()]
+        return weights, [take.take(f"{prefix}{name}.bias", (out,)) for name, out in outputs.items() if bias]
 
     def _norm_weight(self, name: str, size: int) -> Tensor:
         weight = self._parameters.take(f"{name}.weight", (size,))

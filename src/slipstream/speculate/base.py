@@ -131,7 +131,8 @@ class Drafter(Protocol):
     kv_layers: tuple[LayerKV, ...]  # what its own KV stores for a token, in the target's pages; () where it has none
     kv: KVCache | None  # that KV: the engine makes it before the first step, and copies pages in it with the target's
     kv_behind: int  # most positions before the committed length that its own KV may lack between two steps
-    num_parameters: int  # of a model of its own, in the dtype of its KV; what it shares with the target is not counted
+    num_parameters: int  # of a model of its own; what it shares with the target is not counted
+    weight_bytes: int  # of these parameters, as they are held
     catches_up: bool  # it can make its own KV of tokens it never watched, from the tokens alone (`ChunkTokens` that fill)
 
     def propose(self, ctx: StepContext, payload: RelayPayload, width: int) -> Draft:

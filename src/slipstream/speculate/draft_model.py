@@ -34,6 +34,7 @@ from slipstream.speculate.base import ChunkTokens, Draft, StepContext, Verdict
 from slipstream.speculate.registry import Target, integer_option, known_options
 from slipstream.text.tokenizer import Tokenizer
 from slipstream.weights import load
+from slipstream.weights.loaded import Numbers
 
 MAX_WIDTH = 64
 
@@ -47,7 +48,7 @@ class DraftModel:
         model: the draft model, on the target's device.
         target: ids from `target.num_known_ids` on are never proposed, however many rows either head has.
         width: most tokens it proposes.
-        num_parameters: of the draft model.
+        num_parameters, weight_bytes: of the draft model.
     """
 
     relay = RelaySpec()
@@ -56,8 +57,10 @@ class DraftModel:
     kv_behind = 1
     catches_up = True
 
-    def __init__(self, model: CausalLM, target: Target, width: int, num_parameters: int = 0) -> None:
-        self.num_parameters = num_parameters
+    def __init__(
+        self, model: CausalLM, target: Target, width: int, num_parameters: int = 0, weight_bytes: int = 0
+    ) -> None:
+        self.num_parameters, self.weight_bytes = num_parameters, weight_bytes
         self.depth = self.num_nodes = width
         self.max_writes = 1 + width
         self.kv_layers: tuple[LayerKV, ...] = model.kv_layers
@@ -191,11 +194,18 @@ def parse(options: Mapping[str, str]) -> Options:
 def build(options: Mapping[str, str], target: Target) -> DraftModel:
     """Load the model and draft with it. Raises `ConfigError`."""
     given = parse(options)
-    dtype = str(target.model.dtype).removeprefix("torch.")
-    loaded = load(given.model, dtype=dtype, device=target.device)
+    numbers = target.numbers or Numbers(str(target.model.dtype).removeprefix("torch."))
+    loaded = load(
+        given.model,
+        dtype=numbers.dtype,
+        quantization=numbers.quantization,
+        cpu_kernels=numbers.cpu_kernels,
+        kv_cache_dtype=numbers.kv_cache_dtype,
+        device=target.device,
+    )
     if target.tokenizer is not None:
         check_same_vocabulary(loaded.tokenizer, target.tokenizer, loaded.name)
-    drafter = DraftModel(loaded.model, target, given.width, loaded.num_parameters)
+    drafter = DraftModel(loaded.model, target, given.width, loaded.num_parameters, loaded.weight_bytes)
     size = f"{loaded.num_parameters / 1e6:.0f}M"
     facts = {"parameters": size, "width": given.width, "context": loaded.context_len}
     log.event(logger, logging.INFO, f"drafting with {loaded.name}", **facts)

@@ -82,7 +82,7 @@ class Eagle:
             fields["draft_probs"] = FieldSpec((num_ids,), torch.float32)
         self.relay = RelaySpec(fields)
         self.taps = head.taps
-        self.num_parameters = head.num_parameters
+        self.num_parameters, self.weight_bytes = head.num_parameters, head.weight_bytes
         self.kv_layers: tuple[LayerKV, ...] = (head.kv_layer,)
         self.kv: KVCache | None = None
         self._head = head
@@ -302,7 +302,7 @@ def build(options: Mapping[str, str], target: Target) -> Eagle:
             "--speculate eagle must have a target that is one of our own model types, but this one runs through transformers",
             hint="its states and its embedding cannot be reached",
         )
-    head = load_head(given.model, target.model, given.aux_layers)
+    head = load_head(given.model, target.model, given.aux_layers, target.numbers)
     if given.topk > (target.model.vocab_size if head.target_ids is None else len(head.target_ids)):
         raise ConfigError(f"--speculate eagle's topk must be at most the head's vocabulary, but got {given.topk}")
     counts = {"topk": given.topk, "steps": given.steps, "draft_tokens": given.draft_tokens}

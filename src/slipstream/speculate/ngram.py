@@ -48,6 +48,7 @@ class NGram:
     kv_behind = 0
     catches_up = False
     num_parameters = 0
+    weight_bytes = 0
 
     def __init__(self, width: int = 4, min_n: int = 1, max_n: int = 4, corpus: Corpus | None = None) -> None:
         self.depth = self.num_nodes = width

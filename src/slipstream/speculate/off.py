@@ -27,6 +27,7 @@ class Off:
     kv_behind = 0
     catches_up = False
     num_parameters = 0
+    weight_bytes = 0
 
     def propose(self, ctx: StepContext, payload: RelayPayload, width: int) -> Draft:
         """An empty draft."""

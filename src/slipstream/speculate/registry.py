@@ -23,6 +23,7 @@ from slipstream.models.base import CausalLM
 from slipstream.speculate.accept import COUPLED, AcceptRule
 from slipstream.speculate.base import Drafter
 from slipstream.text.tokenizer import Tokenizer
+from slipstream.weights.loaded import Numbers
 
 _NOT_DRAFTERS = frozenset({"accept", "base", "choice", "registry", "sampled_rows", "verify", "width"})
 
@@ -38,6 +39,7 @@ class Target:
         attention: runs a drafter's own forward passes.
         tokenizer: the target's; None: not known.
         accept: how the drafter draws tokens from logits, and what is done with them.
+        numbers: how models that drafters load hold and multiply their matrices; None: as plain ones of the target's dtype.
     """
 
     model: CausalLM
@@ -46,6 +48,7 @@ class Target:
     attention: AttentionBackend = field(default_factory=ReferenceBackend)
     tokenizer: Tokenizer | None = None
     accept: AcceptRule = COUPLED
+    numbers: Numbers | None = None
 
     @property
     def num_known_ids(self) -> int:

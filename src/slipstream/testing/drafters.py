@@ -94,6 +94,7 @@ class SelfDrafter:
     kv_behind = 0
     catches_up = False
     num_parameters = 0
+    weight_bytes = 0
 
     def __init__(
         self, target: Target, depth: int, siblings: int, attention: AttentionBackend | None, percent: int = 0, seed: int = 0
@@ -189,6 +190,7 @@ class RandDrafter:
     kv_behind = 0
     catches_up = False
     num_parameters = 0
+    weight_bytes = 0
 
     def __init__(self, num_ids: int, num_nodes: int, shapes: Tensor | None, seed: int) -> None:
         self.depth = self.num_nodes = num_nodes

@@ -48,6 +48,7 @@ class HashHead:
     kv_layer = LayerKV(1, 1, 1, torch.int64)
     target_ids: Tensor | None = None
     num_parameters = 0
+    weight_bytes = 0
 
     def __init__(self, model: HashLM) -> None:
         self._model = model

@@ -11,6 +11,8 @@ makes a key's place in the read order irrelevant; its position counts. Arithmeti
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -126,6 +128,9 @@ def _fraction(x: Tensor) -> Tensor:
 
 class HashAttention:
     """The attention backend of HashLM: hands on layout and KV, attends to nothing itself."""
+
+    def check(self, layers: Sequence[LayerKV]) -> None:
+        """Whatever HashLM stores."""
 
     def begin(self, layout: BatchLayout, kv: KVCache) -> AttentionStep:
         """Hold what HashLM reads."""

@@ -45,6 +45,7 @@ class RelayingDrafter:
     kv_behind = 0
     catches_up = False
     num_parameters = 0
+    weight_bytes = 0
 
     def __init__(self, target: Target, inner: Drafter, k: int, probs_steps: int = 0) -> None:
         self._inner = inner

@@ -113,7 +113,10 @@ class FeatureStore:
     def compute(
         self, model: Decoder, attention: AttentionBackend, device: torch.device, reporter: Reporter, stop: threading.Event
     ) -> None:
-        """Compute what is missing. Raises `KeyboardInterrupt` between two shards once `stop` is set."""
+        """Compute what is missing. Raises `KeyboardInterrupt` between two shards once `stop` is set, `ConfigError` for a backend
+        that does not take the model.
+        """
+        attention.check(model.kv_layers)
         self._folder.mkdir(exist_ok=True)
         trunk, taps = _trunk(model)
         missing = self.missing
@@ -193,7 +196,8 @@ def _trunk(model: Decoder) -> tuple[Decoder, tuple[int, ...]]:
     """The model up to the last layer that is looked at, and those layers."""
     taps = taps_of(model.num_layers)
     blocks = model.blocks[: max(taps)]
-    return Decoder(model.embedding, blocks, model.norm, model.head, model.rotaries, model.context_len), taps
+    kv_dtype = model.kv_layers[0].dtype
+    return Decoder(model.embedding, blocks, model.norm, model.head, model.rotaries, model.context_len, kv_dtype=kv_dtype), taps
 
 
 def _shards(texts: Sequence[Text]) -> Iterator[list[Text]]:

@@ -17,6 +17,9 @@ def load(
     source: str,
     *,
     dtype: str = "auto",
+    quantization: str = "auto",
+    cpu_kernels: str = "off",
+    kv_cache_dtype: str = "auto",
     device: str | torch.device = "cpu",
     max_context: int | None = None,
     on_progress: Callable[[str, float], None] | None = None,
@@ -24,7 +27,16 @@ def load(
     """See `slipstream.weights.loading.load`."""
     from slipstream.weights.loading import load as implementation
 
-    return implementation(source, dtype=dtype, device=device, max_context=max_context, on_progress=on_progress)
+    return implementation(
+        source,
+        dtype=dtype,
+        quantization=quantization,
+        cpu_kernels=cpu_kernels,
+        kv_cache_dtype=kv_cache_dtype,
+        device=device,
+        max_context=max_context,
+        on_progress=on_progress,
+    )
 
 
 def load_text(

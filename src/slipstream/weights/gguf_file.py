@@ -8,7 +8,6 @@ Quantisation formats are the library's.
 
 from __future__ import annotations
 
-import mmap
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
 from numpy.typing import NDArray
 
 from slipstream.errors import ModelError
+from slipstream.weights.mapped_file import MappedFile
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -50,8 +50,7 @@ class GgufFile:
         self.path = path
         self.name = path.name
         try:
-            with path.open("rb") as file:
-                self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            self._bytes = MappedFile(path)
         except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
             raise ModelError(f"{path.name} must be a readable GGUF file, but got: {error}") from None
         if self._bytes[:4] != _MAGIC:
@@ -62,10 +61,22 @@ class GgufFile:
         except (struct.error, UnicodeDecodeError, OverflowError, IndexError) as error:
             raise ModelError(f"{self.name} must be a whole GGUF file, but its header is damaged or cut: {error}") from None
 
-    def data(self, name: str) -> NDArray[np.float32] | NDArray[np.float64]:
-        """The tensor's values, dequantised, in its shape. Raises `ModelError` for a type that cannot be dequantised."""
+    def raw(self, name: str) -> NDArray[np.uint8]:
+        """The tensor's bytes as the file holds them, uint8, not copied: the file's own pages."""
         tensor = self.tensors[name]
-        raw = np.frombuffer(self._bytes, np.uint8, tensor.num_bytes, tensor.start)
+        return self._bytes.view(tensor.start, tensor.num_bytes)
+
+    def forget(self, name: str) -> None:
+        """Give the tensor's pages back to the system: it has been read, and made into something else."""
+        tensor = self.tensors[name]
+        self._bytes.forget(tensor.start, tensor.num_bytes)
+
+    def data(self, name: str) -> NDArray[np.float32] | NDArray[np.float64]:
+        """The tensor's values, dequantised, in its shape; those of F32 and F64 are the file's own pages.
+
+        Raises `ModelError` for a type that cannot be dequantised.
+        """
+        tensor, raw = self.tensors[name], self.raw(name)
         if tensor.kind == GGMLQuantizationType.F64:
             return raw.view(np.float64).reshape(tensor.shape)
         block, block_bytes = GGML_QUANT_SIZES[tensor.kind]
@@ -123,7 +134,7 @@ class GgufFile:
         return GgufTensor(shape, known, start, num_bytes)
 
     def _take(self, layout: str) -> tuple[Any, ...]:
-        values = struct.unpack_from(layout, self._bytes, self._at)
+        values = struct.unpack_from(layout, self._bytes.buffer, self._at)
         self._at += struct.calcsize(layout)
         return values
 

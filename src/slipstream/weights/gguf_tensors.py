@@ -1,4 +1,4 @@
-"""The tensors of a GGUF file under their usual names."""
+"""The tensors of a GGUF file under their usual names: as values, or as the quantised matrices they are."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from slipstream.kernels.formats import QuantizedTensor
 from slipstream.models.config import ModelConfig
 from slipstream.models.registry import ModelType
+from slipstream.weights.gguf_blocks import unpack
 from slipstream.weights.gguf_config import ROPE_FACTORS
 from slipstream.weights.gguf_file import GgufFile
 
@@ -32,7 +34,7 @@ _IN_LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 
 
 class GgufTensors:
-    """Satisfies `models.parameters.TensorSource`; dequantises on reading.
+    """Satisfies `models.parameters.TensorSource`.
 
     A name that is not a usual one keeps the file's own name, so that it is reported as left over.
     """
@@ -61,16 +63,38 @@ class GgufTensors:
 
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
         """One tensor on the CPU, dequantised, in `dtype`."""
-        values = self._file.data(self._own[name])
-        if self._interleaved and ".self_attn.q_proj." in name:
-            values = _halves(values, self._config.num_heads)
-        if self._interleaved and ".self_attn.k_proj." in name:
-            values = _halves(values, self._config.num_kv_heads)
+        own = self._own[name]
+        values = self._file.data(own)
+        heads = self._paired_heads(name)
+        if heads is not None:
+            values = _halves(values, heads)
         if self._shifted_norms and name.endswith("norm.weight"):
             values = values - 1
-        if not values.flags.writeable:  # still the file's pages
+        if np.shares_memory(values, self._file.raw(own)):
             values = values.copy()
+        self._file.forget(own)
         return torch.from_numpy(np.ascontiguousarray(values)).to(dtype)
+
+    def read_quantized(self, name: str) -> QuantizedTensor | None:
+        """One matrix as it is stored; None where it is no matrix, or stored in a type that is not kept."""
+        own = self._own[name]
+        shape = self._file.tensors[own].shape
+        if len(shape) != 2:
+            return None
+        matrix = unpack(self._file.tensors[own].kind, torch.from_numpy(self._file.raw(own)), (shape[0], shape[1]))
+        if matrix is None:
+            return None
+        self._file.forget(own)
+        heads = self._paired_heads(name)
+        return matrix if heads is None else matrix.rows(torch.from_numpy(_halves(np.arange(shape[0]), heads)))
+
+    def _paired_heads(self, name: str) -> int | None:
+        """Heads whose rows lie in pairs; None where rows lie as we want them."""
+        if self._interleaved and ".self_attn.q_proj." in name:
+            return self._config.num_heads
+        if self._interleaved and ".self_attn.k_proj." in name:
+            return self._config.num_kv_heads
+        return None
 
 
 def _usual(name: str, layer_names: Mapping[str, str]) -> str:

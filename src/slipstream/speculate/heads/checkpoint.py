@@ -17,16 +17,19 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import ModelError, shown
+from slipstream.kernels.formats import Matrix, QuantizedTensor, same_values
 from slipstream.layers.activation import ACTIVATIONS
 from slipstream.layers.decoder import Attention, Decoder, GatedMLP
 from slipstream.layers.embedding import Embedding
-from slipstream.layers.linear import Product, linear
+from slipstream.layers.linear import Product, gated, linear
 from slipstream.layers.norm import RMSNorm
 from slipstream.layers.rotary import Rotary
 from slipstream.models.config import ModelConfig, parse_config
-from slipstream.models.parameters import Parameters, TensorSource
+from slipstream.models.parameters import Holding, Parameters, TensorSource
 from slipstream.models.reader import Reader
 from slipstream.speculate.heads.layers import DraftHead, Eagle1Head, Eagle3Head, HeadLayer
+from slipstream.weights.holding import DTYPES, choose_holding
+from slipstream.weights.loaded import Numbers
 from slipstream.weights.safetensors_files import SafetensorsFolder
 from slipstream.weights.source import resolve
 from slipstream.weights.tokenizer_files import read_json
@@ -39,13 +42,17 @@ _REFUSED_FLAGS = ("norm_before_residual", "norm_before_fc", "parallel_drafting")
 
 
 @torch.inference_mode()
-def load_head(source: str, target: Decoder, aux_layers: str | None = None) -> DraftHead:
+def load_head(
+    source: str, target: Decoder, aux_layers: str | None = None, numbers: Numbers | None = None
+) -> DraftHead:
     """The head at `source`, a folder or a hub id, for `target`.
 
     Args:
         source: see `weights.source.resolve`.
-        target: whose states it looks at; it runs in the target's dtype (float32 for a float16 target, whose states overflow).
+        target: whose states it looks at; it runs in the target's dtype or that of `numbers` (float32 instead of float16, which
+            states overflow).
         aux_layers: whether the layers a config.json lists are meant as "input" (the state that enters them) or "output".
+        numbers: how matrices are held and multiplied; None: plain, by torch.
 
     Raises `ModelError` naming the tensor or setting that is missing, left over or does not fit the target.
     """
@@ -56,15 +63,18 @@ def load_head(source: str, target: Decoder, aux_layers: str | None = None) -> Dr
     raw = read_json(found.path / "config.json")
     stored = SafetensorsFolder(found.path)
     is_eagle3 = _is_eagle3(raw, stored.names())
-    dtype = torch.float32 if target.dtype == torch.float16 else target.dtype
+    dtype = DTYPES.get(numbers.dtype, target.dtype) if numbers is not None else target.dtype
+    dtype = torch.float32 if dtype == torch.float16 else dtype
     tensors = _Renamed(stored, "midlayer." if is_eagle3 else "layers.0.")
-    parameters = Parameters(tensors, dtype, target.embedding.weight.device)
+    device = target.embedding.device
+    holding = Holding.plain(dtype) if numbers is None else choose_holding(numbers, dtype, device)
+    parameters = Parameters(tensors, holding, device)
     config = parse_config({"max_position_embeddings": target.context_len, **raw}, f"{name}/config.json")
     _check(config, raw, target, name)
     head = _Builder(config, parameters, target)
     built: DraftHead = head.eagle3(_taps(raw, target, aux_layers, name)) if is_eagle3 else head.eagle1(aux_layers)
     parameters.finish()
-    built.num_parameters = parameters.num_parameters
+    built.num_parameters, built.weight_bytes = parameters.num_parameters, parameters.num_bytes
     return built
 
 
@@ -155,6 +165,10 @@ class _Renamed:
         """One of them, in `dtype`."""
         return self._inner.read(self._stored[name], dtype)
 
+    def read_quantized(self, name: str) -> QuantizedTensor | None:
+        """One of them as it is stored, where that is a quantised format."""
+        return self._inner.read_quantized(self._stored[name])
+
 
 @dataclass(frozen=True, slots=True)
 class _Builder:
@@ -206,18 +220,30 @@ class _Builder:
             softcap=None,
         )
         inner = config.intermediate_size
+        gate_up = {f"{prefix}mlp.gate_proj": inner, f"{prefix}mlp.up_proj": inner}
         mlp = GatedMLP(
-            self._product({f"{prefix}mlp.gate_proj": inner, f"{prefix}mlp.up_proj": inner}, config.hidden_size, config.mlp_bias),
+            gated(
+                *self._matrices(gate_up, config.hidden_size, config.mlp_bias),
+                ACTIVATIONS[config.hidden_act or "silu"],
+                dtype=self.parameters.dtype,
+                arithmetic=self.parameters.holding.arithmetic,
+            ),
             self._product({f"{prefix}mlp.down_proj": config.hidden_size}, inner, config.mlp_bias),
-            ACTIVATIONS[config.hidden_act or "silu"],
         )
         rotary = Rotary(config.rope, dim, self.parameters.device)
-        return HeadLayer(attention, self._norm(f"{prefix}post_attention_layernorm"), mlp, rotary, self.parameters.dtype)
+        norm, kv_dtype = self._norm(f"{prefix}post_attention_layernorm"), self.parameters.holding.kv_dtype
+        return HeadLayer(attention, norm, mlp, rotary, self.parameters.dtype, kv_dtype)
 
     def _product(self, outputs: Mapping[str, int], into: int, bias: bool) -> Product:
-        take = self.parameters.take
-        weights = [take(f"{name}.weight", (out, into)) for name, out in outputs.items()]
-        return linear(weights, [take(f"{name}.bias", (out,)) for name, out in outputs.items()] if bias else ())
+        return self._linear(*self._matrices(outputs, into, bias))
+
+    def _matrices(self, outputs: Mapping[str, int], into: int, bias: bool) -> tuple[list[Matrix], list[Tensor]]:
+        take = self.parameters
+        weights = [take.take_matrix(f"{name}.weight", (out, into)) for name, out in outputs.items()]
+        return weights, [take.take(f"{name}.bias", (out,)) for name, out in outputs.items()] if bias else []
+
+    def _linear(self, weights: list[Matrix], biases: list[Tensor]) -> Product:
+        return linear(weights, biases, dtype=self.parameters.dtype, arithmetic=self.parameters.holding.arithmetic)
 
     def _norm(self, name: str) -> RMSNorm:
         return RMSNorm(self.parameters.take(f"{name}.weight", (self.config.hidden_size,)), self.config.norm_eps)
@@ -227,8 +253,12 @@ class _Builder:
         shared = self.target.embedding
         if EMBEDDING not in self.parameters:
             return shared
-        own = self.parameters.take(EMBEDDING, tuple(shared.weight.shape))
-        return shared if torch.equal(own, shared.weight.to(own.dtype)) else Embedding(own)
+        shape = (self.target.vocab_size, self.target.hidden_size)
+        own = self.parameters.take_matrix(EMBEDDING, shape, sensitive=True)
+        if same_values(own, shared.weight):
+            self.parameters.untake(own)
+            return shared
+        return Embedding(own, dtype=self.parameters.dtype)
 
     def _target_logits(self, states: Tensor) -> Tensor:
         return self.target.logits(states.to(self.target.dtype))
@@ -248,7 +278,7 @@ class _Builder:
         if size > vocab_size:
             raise read.wrong("draft_vocab_size", f"be at most the target's {vocab_size}", size)
         reduced = size < vocab_size
-        to_logits = linear([take("lm_head.weight", (size, config.hidden_size))])
+        to_logits = self._linear([self.parameters.take_matrix("lm_head.weight", (size, config.hidden_size))], [])
         if not reduced and "d2t" not in self.parameters:
             if "t2d" in self.parameters:
                 take("t2d", (vocab_size,), torch.bool)

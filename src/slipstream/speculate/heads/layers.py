@@ -37,6 +37,7 @@ class DraftHead(Protocol):
     taps: tuple[int, ...]  # target layers whose states it looks at
     kv_layer: LayerKV
     num_parameters: int  # what it shares with the target is not counted
+    weight_bytes: int  # of these parameters, as they are held
     target_ids: Tensor | None  # [draft vocabulary] int64: the target's id of each of its own; None: they are the same
 
     def states(self, taps: Tensor) -> Tensor:
@@ -59,12 +60,20 @@ class HeadLayer:
         attention: takes what the kind prepared for it.
         mlp_norm, mlp: behind the attention.
         rotary: with the head's own base; never the target's.
-        dtype: what the head computes in.
+        dtype, kv_dtype: what the head computes in, and keeps keys and values in.
     """
 
-    def __init__(self, attention: Attention, mlp_norm: RMSNorm, mlp: GatedMLP, rotary: Rotary, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        attention: Attention,
+        mlp_norm: RMSNorm,
+        mlp: GatedMLP,
+        rotary: Rotary,
+        dtype: torch.dtype,
+        kv_dtype: torch.dtype,
+    ) -> None:
         self.dtype = dtype
-        self.kv_layer = LayerKV(attention.num_kv_heads, attention.head_dim, attention.head_dim, dtype)
+        self.kv_layer = LayerKV(attention.num_kv_heads, attention.head_dim, attention.head_dim, kv_dtype)
         self._attention = attention
         self._mlp_norm = mlp_norm
         self._mlp = mlp
@@ -91,6 +100,7 @@ class Eagle1Head:
 
     target_ids: Tensor | None = None
     num_parameters = 0
+    weight_bytes = 0
 
     def __init__(
         self,
@@ -140,6 +150,7 @@ class Eagle3Head:
     """
 
     num_parameters = 0
+    weight_bytes = 0
 
     def __init__(
         self,

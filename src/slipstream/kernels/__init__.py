@@ -1,0 +1,1 @@
+"""Our own kernels: forms of weights, and the CPU's matrix products and attention."""
