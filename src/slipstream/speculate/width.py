@@ -11,8 +11,8 @@ rows drafted like it. Then the levels of all rows, best first, are taken as long
 
     tokens a second        (R + what they bring) / (t(T) + v(R + their nodes) - t(R) + drafting)             grows.
 
-Machines are faster and slower by turns. What is known of plain steps, which most are or which are looked at now and then, tells the
-pace, and all is kept at one pace: else drafts that were measured in good times would look cheap in bad ones.
+Machines are faster and slower by turns. What is known of plain steps, which most are or which are looked at now and then, tells
+the pace, and all is kept at one pace: else drafts that were measured in good times would look cheap in bad ones.
 
 A row that drafts nothing would never learn that it should, and rows that always draft would never learn that plain steps have
 become cheap. A two-hundredth of the time is set aside for trying: it is saved up step by step, and spent on the row and drafter
