@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from slipstream.attention.registry import attention_backend, backend_names
+from slipstream.attention.kv import LayerKV
+from slipstream.attention.registry import attention_backend, backend_for, backend_names
 from slipstream.config import DEFAULT_MODEL, EngineConfig
 from slipstream.engine import build
 from slipstream.engine.build import engine_around, pick_device, pick_num_pages
 from slipstream.errors import ConfigError
+from slipstream.kernels.cpu.library import kernels
 from slipstream.speculate import registry
 from slipstream.speculate.base import Drafter
 from slipstream.speculate.registry import Target
@@ -41,9 +44,26 @@ def test_a_pool_without_a_page_is_refused() -> None:
 
 def test_backends_are_found_by_file_name() -> None:
     assert "reference" in backend_names() and not {"base", "kv", "layout", "registry"} & set(backend_names())
-    assert type(attention_backend("auto")) is type(attention_backend("reference"))
     with pytest.raises(ConfigError, match="--attention-backend must be"):
         attention_backend("nope")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dim", "device", "setting", "ours"),
+    [
+        (torch.float32, 64, "cpu", "auto", True),
+        (torch.bfloat16, 64, "cpu", "exact", True),
+        (torch.float64, 64, "cpu", "auto", False),
+        (torch.float32, 24, "cpu", "auto", False),
+        (torch.float32, 64, "cuda", "auto", False),
+        (torch.float32, 64, "cpu", "off", False),
+    ],
+)
+def test_attention_is_our_kernels_where_they_run(dtype: torch.dtype, dim: int, device: str, setting: str, ours: bool) -> None:
+    layers = (LayerKV(3, dim, dim, dtype),)
+    expected = "cpu" if ours and kernels() is not None else "reference"
+    assert type(backend_for("auto", layers, device, setting)) is type(attention_backend(expected))
+    assert type(backend_for("reference", layers, device, setting)) is type(attention_backend("reference"))
 
 
 def test_auto_is_the_cpu() -> None:
@@ -66,6 +86,6 @@ def test_the_default_model_comes_with_ngram(
     monkeypatch.setattr(build, "build_drafters", build_drafters)
     settings = EngineConfig(model=model, speculate=speculate, num_pages=8, max_model_len=64)
     text = LoadedText(model, "hash", ByteTokenizer(), None, None, (), {}, MODEL.vocab_size, 64)
-    engine_around(LoadedModel(HashLM(), text, 0, MODEL.dtype), settings).close()
+    engine_around(LoadedModel(HashLM(), text, 0, MODEL.dtype, 0, {}, "torch"), settings).close()
     assert built == [drafters]
     assert settings.can_draft == (drafters == ("ngram",))

@@ -21,9 +21,11 @@ def engine_checks(config: EngineConfig) -> list[Check]:
     try:
         import torch
 
-        from slipstream.attention.registry import attention_backend
+        from slipstream.attention.kv import LayerKV
+        from slipstream.attention.registry import backend_for
         from slipstream.engine.build import pick_device
         from slipstream.engine.compat import check_startup
+        from slipstream.models.config import ModelConfig
         from slipstream.weights.loading import pick_dtype
     except ImportError as error:
         return [Check("engine", "fail", f"the engine must be importable, but got: {error}", "pip install . puts torch in")]
@@ -47,10 +49,16 @@ def engine_checks(config: EngineConfig) -> list[Check]:
     dtype = str(pick_dtype(config.dtype, stored, device)).removeprefix("torch.")
     why = _why(config, "dtype", "what the device runs well" + (f"; the weights come in {stored}" if stored else ""))
     checks.append(Check("dtype", "ok", f"{dtype}: {why}", facts={"dtype": dtype}))
+    kv_dtype = getattr(torch, dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype)
+    layers: tuple[LayerKV, ...] = ()
+    if checkpoint is not None and isinstance(checkpoint.config, ModelConfig):
+        heads, dim = checkpoint.config.num_kv_heads, checkpoint.config.head_dim
+        layers = (LayerKV(heads, dim, dim, kv_dtype),)
     backend = None
     try:
-        backend = type(attention_backend(config.attention_backend)).__module__.rpartition(".")[2]
-        why = _why(config, "attention_backend", "what auto means on this device")
+        found = backend_for(config.attention_backend, layers, device.type, config.cpu_kernels)
+        backend = type(found).__module__.rpartition(".")[2]
+        why = _why(config, "attention_backend", "what auto means here")
         checks.append(Check("attention", "ok", f"{backend}: {why}", facts={"attention_backend": backend}))
     except SlipstreamError as error:
         checks.append(Check("attention", "fail", error.message, error.hint))
@@ -60,8 +68,7 @@ def engine_checks(config: EngineConfig) -> list[Check]:
     weights, runs = check_weights(config, checkpoint, dtype, device.type)
     checks += [weights, same_tokens(dtype, is_bitwise=weights.facts.get("cpu_kernels", False) and backend == "cpu"), model]
     if checkpoint is not None and runs is not None:
-        kv = config.kv_cache_dtype
-        checks.append(check_needs(checkpoint, runs, getattr(torch, dtype if kv == "auto" else kv).itemsize))
+        checks.append(check_needs(checkpoint, runs, kv_dtype.itemsize))
     return checks
 
 

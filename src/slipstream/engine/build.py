@@ -9,7 +9,7 @@ import torch
 
 from slipstream.attention.base import AttentionBackend
 from slipstream.attention.kv import NUM_RESERVED_PAGES, KVCache, LayerKV
-from slipstream.attention.registry import attention_backend
+from slipstream.attention.registry import backend_for
 from slipstream.cache.ledger import Ledger
 from slipstream.cache.pages import pages_for
 from slipstream.cache.pool import ReuseOrder
@@ -148,8 +148,7 @@ def assemble_engine(
     """
     device = device or torch.device("cpu")
     context_len = context_len or min(model.context_len, config.max_model_len or model.context_len)
-    attention = attention or attention_backend(config.attention_backend)
-    attention.check(model.kv_layers)
+    attention = attention or backend_for(config.attention_backend, model.kv_layers, device.type, config.cpu_kernels)
     accept = RULES[config.accept]()
     # A draft model is held as the target is; `auto` must not come to another dtype for it.
     dtype = str(model.dtype).removeprefix("torch.") if config.dtype == "auto" else config.dtype

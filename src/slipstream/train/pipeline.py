@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.attention.registry import attention_backend
+from slipstream.attention.registry import backend_for
 from slipstream.config import EngineConfig
 from slipstream.engine.build import engine_around, load_configured, pick_device
 from slipstream.engine.compat import check_startup
@@ -226,7 +226,8 @@ class Pipeline:
         self._reporter.line(f"{len(texts)} answers, {tokens} tokens; their {rows} states take {store.num_bytes / 1e6:.0f} MB")
         if store.missing:
             store.check_disk()
-            attention = attention_backend(self._config.attention_backend)
+            device, kernels = self._device.type, self._config.cpu_kernels
+            attention = backend_for(self._config.attention_backend, self._model.kv_layers, device, kernels)
             with self._folder.timed("features"):
                 store.compute(self._model, attention, self._device, self._reporter, stop)
         return store
