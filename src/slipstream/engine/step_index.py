@@ -7,14 +7,16 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.engine.plan import IntArray, StepPlan
+from slipstream.engine.plan import Chunk, IntArray, StepPlan
 
+NUM_KEPT = 256  # indices of steps without prompts: most steps are like one before
 
 @dataclass(frozen=True, slots=True)
 class StepIndex:
@@ -43,13 +45,18 @@ class StepIndex:
 
     @classmethod
     def of(cls, plan: StepPlan, device: torch.device) -> StepIndex:
-        """Index a plan."""
-        chunk_lens = np.array([chunk.num_tokens for chunk in plan.chunks], dtype=np.int64)
-        row_lens = np.array([1 + row.num_nodes for row in plan.rows], dtype=np.int64)
-        starts = np.array([chunk.start for chunk in plan.chunks], dtype=np.int64)
-        slots = np.array([chunk.slot for chunk in plan.chunks], dtype=np.int64)
+        """Index a plan. Nobody may write into what it returns: steps alike share it."""
+        num_nodes = tuple(row.num_nodes for row in plan.rows)
+        return cls._made(plan.chunks, num_nodes, device) if plan.chunks else _of_rows(num_nodes, device)
+
+    @classmethod
+    def _made(cls, chunks: tuple[Chunk, ...], num_nodes: tuple[int, ...], device: torch.device) -> StepIndex:
+        chunk_lens = np.array([chunk.num_tokens for chunk in chunks], dtype=np.int64)
+        row_lens = 1 + np.array(num_nodes, dtype=np.int64)
+        starts = np.array([chunk.start for chunk in chunks], dtype=np.int64)
+        slots = np.array([chunk.slot for chunk in chunks], dtype=np.int64)
         chunk_of, place = _ragged(chunk_lens)
-        last = np.flatnonzero([chunk.is_last for chunk in plan.chunks])
+        last = np.flatnonzero([chunk.is_last for chunk in chunks])
         verify_row, verify_node = _ragged(row_lens)
 
         num_chunk_tokens = int(chunk_lens.sum())
@@ -58,7 +65,7 @@ class StepIndex:
         flat_node = np.concatenate([np.zeros(len(last), dtype=np.int64), verify_node])
         node_counts = np.concatenate([np.ones(len(last), dtype=np.int64), row_lens])
         first = np.cumsum(node_counts) - node_counts
-        nodes = np.arange(plan.verify_width + 1)
+        nodes = np.arange(max(num_nodes, default=0) + 1)
 
         def put(array: IntArray) -> Tensor:
             return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64)).to(device)
@@ -66,7 +73,7 @@ class StepIndex:
         return cls(
             chunk_slots=put(slots[chunk_of]),
             chunk_positions=put(starts[chunk_of] + place),
-            sampled_parts=put(np.concatenate([last, len(plan.chunks) + np.arange(len(plan.rows))])),
+            sampled_parts=put(np.concatenate([last, len(chunks) + np.arange(len(num_nodes))])),
             num_last=len(last),
             verify_row=put(verify_row),
             verify_node=put(verify_node),
@@ -77,6 +84,11 @@ class StepIndex:
             row_ids=tuple(flat_row.tolist()),
             query_lens=tuple(int(n) for n in (*chunk_lens, *row_lens)),
         )
+
+
+@functools.lru_cache(maxsize=NUM_KEPT)
+def _of_rows(num_nodes: tuple[int, ...], device: torch.device) -> StepIndex:
+    return StepIndex._made((), num_nodes, device)
 
 
 def _ragged(lens: IntArray) -> tuple[IntArray, IntArray]:
