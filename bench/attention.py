@@ -158,7 +158,7 @@ def _filled(stored: torch.dtype, layers: int, pages: int) -> KVCache:
 
 def _step(backend: AttentionBackend, layout: BatchLayout, kv: KVCache, inputs: Tensor) -> None:
     step = backend.begin(layout, kv)
-    query, key, value = inputs.split((HEADS, KV_HEADS, KV_HEADS), 1)
+    query, key, value = inputs[:, :HEADS], inputs[:, HEADS : HEADS + KV_HEADS], inputs[:, HEADS + KV_HEADS :]
     for layer in range(kv.num_layers):
         step(layer, query, key, value, DIM**-0.5)
 
