@@ -123,16 +123,18 @@ def test_verified_as_a_chain_and_on_the_path_of_a_tree(name: str, stored: torch.
 
 @pytest.mark.parametrize("window", [None, 1100])
 def test_long_sequences_shared_out_by_keys(stored: torch.dtype, window: int | None) -> None:
-    """Beyond 1024 keys a lone row is computed in parts; within a prompt, and beside many rows, it is not."""
-    shape = Shape(heads=3, kv_heads=1, dim=32, stored=stored, window=window)
-    length = 2600
+    """Beyond 1024 keys a lone row is computed in parts, of one KV head or, where there are many parts, of all; within a prompt,
+    and beside many rows, it is not.
+    """
+    shape = Shape(heads=4, kv_heads=2, dim=32, stored=stored, window=window)
+    length = 3300
     stream = Stream.draw(shape, length, 1)
     library = needed()
     library.set_threads(1)
     wanted = whole(shape, stream)
     world = World(shape, 9, length)
     world.feed(Part(0, 0, stream, chunk=True))
-    for base in (1023, 1024, 1025, 2047, 2300, 2599):
+    for base in (1023, 1024, 1025, 2047, 2300, 3299):
         row = Part(0, base, stream.at([base]))
         for count in (1, 2, 3):
             library.set_threads(count)

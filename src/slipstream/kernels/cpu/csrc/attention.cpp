@@ -28,7 +28,7 @@ private:
 };
 
 struct Scratch {
-    Memory keys, values, wide, scales, query, ranges, seen, state, total;
+    Memory keys, values, wide, scales, query, ranges, seen, largest, sums, out, total;
 };
 
 thread_local Scratch scratch_of_thread;
@@ -91,7 +91,7 @@ public:
         const int rows = int(first.end_token - first.first_token) * groups_;
         const int64_t stride = partial_floats(dim_);
         alignas(64) float total[16 + kMaxDim];
-        for (int row = 0; row < rows; ++row) {
+        for (int row = 0; row < (first.end_head - first.first_head) * rows; ++row) {
             const float* part = partials_ + (int64_t(first.partial) + row) * stride;
             std::copy(part, part + stride, total);
             for (int64_t span = 1;; ++span) {
@@ -99,7 +99,7 @@ public:
                 if (at < 0) break;
                 merge(total, partials_ + (int64_t(tasks[at].partial) + row) * stride, dim_);
             }
-            write(first, row, total);
+            write(first, row, rows, total);
         }
     }
 
@@ -119,88 +119,94 @@ private:
         return -1;
     }
 
-    void write(const slip_attention_task& task, int row, const float* result) const {
-        const int64_t token = task.first_token + row / groups_;
-        write_out(io_, dim_, token, task.first_head * groups_ + row % groups_, batch_.sick[token] != 0, result);
+    void write(const slip_attention_task& task, int row, int rows, const float* result) const {
+        const int64_t token = token_of(task, row, rows);
+        write_out(io_, dim_, token, int(head_of(task, row, rows)), batch_.sick[token] != 0, result);
     }
 
-    const uint32_t* load_query(const slip_attention_task& task, int head, Scratch& scratch) const {
-        const int rows = int(task.end_token - task.first_token) * groups_;
-        uint32_t* query = scratch.query.get<uint32_t>(int64_t(rows) * words_);
-        const int size = io_.type == kFloat32 ? 4 : 2;
-        for (int row = 0; row < rows; ++row) {
-            const int64_t token = task.first_token + row / groups_, q = head * groups_ + row % groups_;
-            const uint8_t* from = io_.query + (token * io_.query_token + q * io_.query_head) * size;
-            uint8_t* to = reinterpret_cast<uint8_t*>(query + int64_t(row) * words_);
+    // Of all the task's KV heads, one after the other: [heads][rows][words].
+    const uint32_t* load_queries(const slip_attention_task& task, int rows, Scratch& scratch) const {
+        const int heads = task.end_head - task.first_head, size = io_.type == kFloat32 ? 4 : 2;
+        uint32_t* queries = scratch.query.get<uint32_t>(int64_t(heads) * rows * words_);
+        for (int row = 0; row < heads * rows; ++row) {
+            const uint8_t* from = io_.query + (token_of(task, row, rows) * io_.query_token + head_of(task, row, rows) * io_.query_head) * size;
+            uint8_t* to = reinterpret_cast<uint8_t*>(queries + int64_t(row) * words_);
             for (int i = 0; i < kv_.key_dim; i += 16) {
                 store_16(to, kv_.type == kFloat32 ? kFloat32 : kBfloat16, i, load_16(from, io_.type, i));
             }
         }
-        return query;
+        return queries;
+    }
+
+    // A task's rows are numbered by KV head, then token, then query head of the group; `rows` is their number in one KV head.
+    int64_t token_of(const slip_attention_task& task, int row, int rows) const { return task.first_token + row % rows / groups_; }
+    int64_t head_of(const slip_attention_task& task, int row, int rows) const {
+        return (task.first_head + row / rows) * groups_ + row % groups_;
     }
 
     template <int Type>
     void run_typed(const slip_attention_task& task) const {
         Scratch& scratch = scratch_of_thread;
         const int tokens = int(task.end_token - task.first_token), rows = tokens * groups_;
+        const int all_rows = (task.end_head - task.first_head) * rows;
         KeyRange* ranges = scratch.ranges.get<KeyRange>(tokens);
         KeyRange all{batch_.read_width, 0};
         for (int i = 0; i < tokens; ++i) {
             ranges[i] = seen_range(batch_, task.segment, task.first_token + i, io_.window);
             all = {std::min(all.first, ranges[i].first), std::max(all.end, ranges[i].end)};
         }
+        const uint32_t* queries = load_queries(task, rows, scratch);
+        const RowStates states{scratch.largest.get<float>(all_rows), scratch.sums.get<float>(int64_t(all_rows) * 16),
+                               scratch.out.get<float>(int64_t(all_rows) * dim_)};
         const int64_t stride = partial_floats(dim_);
-        float* state = scratch.state.get<float>(int64_t(rows) * (17 + dim_) + 64);
-        // One after the other: [rows][16] sums, [rows][dim] outputs, [rows] largest scores.
-        const RowStates of{state + int64_t(rows) * (16 + dim_), state, state + int64_t(rows) * 16};
-        float* total = scratch.total.get<float>(rows * stride);
-        alignas(64) float part[16 + kMaxDim];
-
-        for (int head = task.first_head; head < task.end_head; ++head) {
-            const uint32_t* query = load_query(task, head, scratch);
-            for (int row = 0; row < rows; ++row) {
-                total[row * stride] = -INFINITY;
-                std::fill(total + row * stride + 1, total + (row + 1) * stride, 0.0f);
-            }
-            for (int64_t span = task.first_span; span < task.end_span; ++span) {
-                std::fill(state, of.largest, 0.0f);
-                std::fill(of.largest, of.largest + rows, -INFINITY);
-                const int64_t first = std::max(span * kSpan, all.first / kBlock * kBlock);
-                const int64_t end = std::min((span + 1) * kSpan, all.end);
-                for (int64_t start = first; start < end; start += kBlock) {
-                    if (rows <= kPrefetchRows) prefetch_next(task, head, start, all);
-                    one_block<Type>(task, head, start, int(std::min<int64_t>(kBlock, all.end - start)), ranges, query, of, scratch);
-                }
-                for (int row = 0; row < rows; ++row) {
-                    part[0] = of.largest[row];
-                    part[1] = _mm512_reduce_add_ps(_mm512_load_ps(of.sums + row * 16));
-                    std::copy(of.out + int64_t(row) * dim_, of.out + int64_t(row + 1) * dim_, part + 16);
-                    merge(total + row * stride, part, dim_);
+        float* total = scratch.total.get<float>(all_rows * stride);
+        for (int row = 0; row < all_rows; ++row) {
+            total[row * stride] = -INFINITY;
+            std::fill(total + row * stride + 1, total + (row + 1) * stride, 0.0f);
+        }
+        for (int64_t span = task.first_span; span < task.end_span; ++span) {
+            std::fill(states.largest, states.largest + all_rows, -INFINITY);
+            std::fill(states.sums, states.sums + int64_t(all_rows) * 16, 0.0f);
+            std::fill(states.out, states.out + int64_t(all_rows) * dim_, 0.0f);
+            const int64_t first = std::max(span * kSpan, all.first / kBlock * kBlock);
+            const int64_t end = std::min((span + 1) * kSpan, all.end);
+            for (int64_t start = first; start < end; start += kBlock) {
+                const int count = int(std::min<int64_t>(kBlock, all.end - start));
+                for (int head = task.first_head; head < task.end_head; ++head) {
+                    if (rows <= kPrefetchRows) prefetch_share(task, head, start + kBlock, all.end);
+                    const int64_t skip = int64_t(head - task.first_head) * rows;
+                    const RowStates of{states.largest + skip, states.sums + skip * 16, states.out + skip * dim_};
+                    one_block<Type>(task, head, start, count, ranges, queries + skip * words_, of, scratch);
                 }
             }
-            for (int row = 0; row < rows; ++row) {
-                slip_attention_task one = task;
-                one.first_head = head;
-                if (task.partial < 0) {
-                    write(one, row, total + row * stride);
-                } else {
-                    std::copy(total + row * stride, total + (row + 1) * stride, partials_ + (task.partial + row) * stride);
-                }
+            alignas(64) float part[16 + kMaxDim];
+            for (int row = 0; row < all_rows; ++row) {
+                part[0] = states.largest[row];
+                part[1] = _mm512_reduce_add_ps(_mm512_load_ps(states.sums + row * 16));
+                std::copy(states.out + int64_t(row) * dim_, states.out + int64_t(row + 1) * dim_, part + 16);
+                merge(total + row * stride, part, dim_);
             }
         }
+        if (task.partial >= 0) {
+            std::copy(total, total + all_rows * stride, partials_ + task.partial * stride);
+            return;
+        }
+        for (int row = 0; row < all_rows; ++row) write(task, row, rows, total + row * stride);
     }
 
-    // The block that this task reads next: the following keys, or the next head's first.
-    void prefetch_next(const slip_attention_task& task, int head, int64_t start, KeyRange all) const {
-        int64_t next = start + kBlock;
-        if (next >= std::min<int64_t>(all.end, int64_t(task.end_span) * kSpan)) {
-            if (++head == task.end_head) return;
-            next = std::max<int64_t>(all.first / kBlock * kBlock, int64_t(task.first_span) * kSpan);
-        }
-        const int64_t* slots = batch_.read_slots + task.segment * batch_.read_width + next;
-        const int count = int(std::min<int64_t>(kBlock, all.end - next));
-        prefetch_rows(kv_.keys + head * key_row_, slots, count, kv_.kv_heads * key_row_, key_row_);
-        prefetch_rows(kv_.values + head * value_row_, slots, count, kv_.kv_heads * value_row_, value_row_);
+    // The block that comes next, a head's share of its tokens: all heads of a token lie together, and in this order the
+    // processor sees one stream of keys and one of values.
+    void prefetch_share(const slip_attention_task& task, int head, int64_t start, int64_t end) const {
+        const int heads = task.end_head - task.first_head, share = head - task.first_head;
+        const int64_t count = std::min<int64_t>(kBlock, end - start);
+        if (count <= 0) return;
+        const int64_t first = count * share / heads, last = count * (share + 1) / heads;
+        const int64_t* slots = batch_.read_slots + task.segment * batch_.read_width + start;
+        const auto fetch = [&](const uint8_t* cache, int64_t row) {
+            prefetch_rows(cache + task.first_head * row, slots + first, int(last - first), kv_.kv_heads * row, heads * row);
+        };
+        fetch(kv_.keys, key_row_);
+        fetch(kv_.values, value_row_);
     }
 
     template <int Type>
@@ -316,7 +322,8 @@ void attend(Pool& pool, const slip_attention_batch& batch, const slip_kv& kv, co
             const slip_attention_task* tasks, int64_t num_tasks) {
     int64_t partial_rows = 0;
     for (int64_t i = 0; i < num_tasks; ++i) {
-        const int64_t rows = int64_t(tasks[i].end_token - tasks[i].first_token) * (io.heads / kv.kv_heads);
+        const int64_t heads = (tasks[i].end_head - tasks[i].first_head) * (io.heads / kv.kv_heads);
+        const int64_t rows = (tasks[i].end_token - tasks[i].first_token) * heads;
         if (tasks[i].partial >= 0) partial_rows = std::max(partial_rows, tasks[i].partial + rows);
     }
     float* partials = partials_of_caller.get<float>(partial_rows * partial_floats(kv.value_dim));

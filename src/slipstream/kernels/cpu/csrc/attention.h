@@ -59,7 +59,8 @@ struct slip_attention_task {
     int32_t first_head, end_head;    // KV heads
     int32_t first_token, end_token;  // of the pass
     int32_t first_span, end_span;
-    int32_t partial;                 // -1: the result is final; else its first row among the partial results
+    int32_t partial;                 // -1: the result is final; else its first row among the partial results, which are ordered
+                                     // by KV head, token and query head of the group
 };
 }
 

@@ -8,7 +8,7 @@ namespace slip {
 namespace {
 
 constexpr int kTaskRows = 96;       // of one KV head: what a block's transposition is shared by, and fits the cache
-constexpr int kFewRows = 32;        // such tasks wait for memory: all heads of a segment in one, so that their reads are one stream
+constexpr int kFewRows = 32;        // tasks of so few wait for memory: all heads of a segment in one, their reads are one stream
 constexpr int kTasksPerThread = 4;  // fewer than that are shared out by spans where there are several
 
 int64_t cost(const slip_attention_batch& batch, const slip_attention_task& task, int groups, int64_t window) {
@@ -54,22 +54,22 @@ std::vector<slip_attention_task> plan_attention(
             blocks.push_back({int32_t(s), 0, kv_heads, int32_t(t), int32_t(end), first_span, std::max(end_span, first_span), -1});
         }
     }
-    const bool many = int64_t(blocks.size()) >= int64_t(kTasksPerThread) * threads;
-    const bool few = threads > 1 && int64_t(blocks.size()) * kv_heads < int64_t(kTasksPerThread) * threads;
+    // Enough tasks for all threads, be they of all heads of a segment, of one head, or of one span.
+    const int64_t enough = int64_t(kTasksPerThread) * threads;
+    int64_t spans = 0;
+    for (const slip_attention_task& block : blocks) spans += block.end_span - block.first_span;
+    const bool by_span = threads > 1 && int64_t(blocks.size()) * kv_heads < enough;
+    const bool whole = int64_t(blocks.size()) >= enough || (by_span && spans >= 2 * threads);
     std::vector<slip_attention_task> tasks;
     int32_t partial = 0;
     for (const slip_attention_task& block : blocks) {
         const int32_t rows = (block.end_token - block.first_token) * groups;
-        if (many && rows <= kFewRows) {
-            tasks.push_back(block);
-            continue;
-        }
-        const int32_t spans = block.end_span - block.first_span;
-        for (int32_t head = 0; head < kv_heads; ++head) {
+        const int32_t heads = whole && rows <= kFewRows ? kv_heads : 1;
+        for (int32_t head = 0; head < kv_heads; head += heads) {
             slip_attention_task task = block;
             task.first_head = head;
-            task.end_head = head + 1;
-            if (!few || spans < 2) {
+            task.end_head = head + heads;
+            if (!by_span || block.end_span - block.first_span < 2) {
                 tasks.push_back(task);
                 continue;
             }
@@ -78,7 +78,7 @@ std::vector<slip_attention_task> plan_attention(
                 task.end_span = span + 1;
                 task.partial = partial;
                 tasks.push_back(task);
-                partial += rows;
+                partial += heads * rows;
             }
         }
     }
