@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -155,6 +156,17 @@ def test_rows_of_eight_bits() -> None:
     kv = KVCache((LayerKV(3, 64, 32, torch.int8),), 4, 2, torch.device("cpu"), poison=True)
     assert [tuple(tensor.shape) for tensor in kv.layer(0)] == [(8, 3, 68), (8, 3, 36)]
     assert from_rows(kv.layer(0)[0][2:], torch.float32).isnan().all() and not from_rows(kv.layer(0)[0][:2], torch.float32).any()
+
+
+def test_a_large_cache_is_like_a_small_one() -> None:
+    """It lies in huge pages: aligned, with its padding page zero, and poisoned where that is asked for."""
+    spec = LayerKV(2, 64, 64, torch.bfloat16)
+    for poison in (False, True):
+        keys, values = KVCache((spec,), 1024, 16, torch.device("cpu"), poison=poison).layer(0)
+        for tensor in (keys, values):
+            assert tensor.shape == (16384, 2, 64) and tensor.dtype == torch.bfloat16
+            assert tensor.data_ptr() % 2**21 == 0 or sys.platform != "linux"
+            assert not tensor[:16].any() and tensor[16:].isnan().all() == poison
 
 
 @pytest.mark.parametrize("stored", STORED, ids=str)

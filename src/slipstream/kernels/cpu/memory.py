@@ -9,7 +9,7 @@ import threading
 import torch
 from torch import Tensor
 
-_HUGE_PAGE_BYTES = 2 << 20
+HUGE_PAGE_BYTES = 2 << 20
 _BLOCK_BYTES = 64 << 20
 _ALIGNMENT = 4096
 
@@ -26,18 +26,18 @@ class Arena:
         """Zeros, uint8 [num_bytes], aligned to a page. Small matrices would waste most of a huge page each: they share them."""
         with self._lock:
             if self._used + num_bytes > self._block.numel():
-                self._block = _huge_pages(max(num_bytes, _BLOCK_BYTES))
+                self._block = huge_pages(max(num_bytes, _BLOCK_BYTES))
                 self._used = 0
             piece = self._block[self._used : self._used + num_bytes]
             self._used += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
             return piece
 
 
-def _huge_pages(num_bytes: int) -> Tensor:
+def huge_pages(num_bytes: int) -> Tensor:
     """Fresh zeros, uint8 [num_bytes], aligned to a huge page; pages that are never touched take no memory."""
-    memory = mmap.mmap(-1, num_bytes + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = mmap.mmap(-1, num_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     whole = torch.frombuffer(memory, dtype=torch.uint8)
-    skipped = -whole.data_ptr() % _HUGE_PAGE_BYTES
+    skipped = -whole.data_ptr() % HUGE_PAGE_BYTES
     # Kernels without huge pages refuse: the pages are small ones then.
     with contextlib.suppress(OSError):
         memory.madvise(mmap.MADV_HUGEPAGE)
