@@ -14,11 +14,11 @@ import pytest
 from slipstream.errors import InvariantBroken, ModelError
 from slipstream.kernels.cpu import build
 from slipstream.kernels.cpu.build import BuildError, find_compiler, library_path
-from slipstream.kernels.cpu.library import Kernels, kernels
+from slipstream.kernels.cpu.library import ABI, Kernels, kernels
 
-SMALL = """
-extern "C" int slip_abi() { return 1; }
-extern "C" const char* slip_error(int) { return "text"; }
+SMALL = f"""
+extern "C" int slip_abi() {{ return {ABI}; }}
+extern "C" const char* slip_error(int) {{ return "text"; }}
 """
 
 BUILD = """

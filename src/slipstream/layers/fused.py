@@ -30,7 +30,7 @@ class FusedDecoder(Decoder):
 
     def __init__(self, plain: Decoder, layers: kernel.DecoderKernel) -> None:
         vars(self).update(vars(plain))
-        self._layers = layers
+        self.kernel = layers
 
     def forward(self, tokens: Tensor, attention: AttentionStep, taps: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
         """See `models.base.CausalLM.forward`."""
@@ -38,7 +38,7 @@ class FusedDecoder(Decoder):
             return super().forward(tokens, attention, taps)
         positions = attention.layout.positions
         turns = [rotary.tables(positions) for rotary in self.rotaries]
-        return self._layers.forward(self.embedding(tokens), attention.batch, attention.cache, turns, taps)
+        return self.kernel.forward(self.embedding(tokens), attention.batch, attention.cache, turns, taps)
 
 
 def fused(plain: Decoder) -> Decoder:

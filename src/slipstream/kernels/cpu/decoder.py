@@ -208,7 +208,7 @@ class DecoderKernel:
         out = torch.empty_like(residual)
         states = residual.new_empty((num_tokens, len(taps) * self.hidden_size)) if taps else None
         tapped = (_LONG * len(taps))(*taps)
-        angles = (_Turn * len(turns))(*((cos.data_ptr(), sin.data_ptr(), 2 * cos.shape[1]) for cos, sin in turns))
+        angles = (_Turn * len(turns))(*(_Turn(cos.data_ptr(), sin.data_ptr(), 2 * cos.shape[1]) for cos, sin in turns))
         whole = _Pass(
             batch.address,
             kv.address,
@@ -250,7 +250,7 @@ class DecoderKernel:
         return _Norm(norm.weight.data_ptr(), norm.eps, 0.0)
 
     def _product_struct(self, product: Product) -> _Product:
-        parts = (_Part * len(product.parts))(*((part.address, part.mode) for part in product.parts))
+        parts = (_Part * len(product.parts))(*(_Part(part.address, part.mode) for part in product.parts))
         self._held.append(parts)
         return _Product(ctypes.addressof(parts), len(parts), product.gate)
 
