@@ -1,4 +1,4 @@
-"""Decoders of every kind, fed with token sequences over paged KV in any pieces; and their layers kernel by kernel, as an oracle."""
+"""Decoders of every kind, fed with sequences over paged KV in any pieces; and their layers kernel by kernel, as an oracle."""
 
 from __future__ import annotations
 
@@ -143,12 +143,12 @@ class Part:
 class DecoderWorld:
     """Sequences over poisoned KV, their pages dealt out in a random order. `fused`: as the model is, else layer by layer."""
 
-    def __init__(self, model: Decoder, num_sequences: int = 1, max_len: int = 160, page_size: int = 16, fused: bool = True) -> None:
-        self.model, self.page_size, self.max_len, self._fused = model, page_size, max_len, fused
+    def __init__(self, model: Decoder, num_sequences: int = 1, max_len: int = 160, *, fused: bool = True) -> None:
+        self.model, self.page_size, self.max_len, self._fused = model, 16, max_len, fused
         self.backend = CpuBackend()
-        each = -(-max_len // page_size)
+        each = -(-max_len // self.page_size)
         pages = NUM_RESERVED_PAGES + num_sequences * each
-        self.kv = KVCache(model.kv_layers, pages, page_size, torch.device("cpu"), poison=True)
+        self.kv = KVCache(model.kv_layers, pages, self.page_size, torch.device("cpu"), poison=True)
         order = torch.randperm(num_sequences * each, generator=torch.Generator().manual_seed(1))
         self.tables = (order + NUM_RESERVED_PAGES).view(num_sequences, each)
 
@@ -178,8 +178,8 @@ class DecoderWorld:
     def feed(self, *parts: Part, taps: tuple[int, ...] = ()) -> tuple[list[Tensor], list[Tensor] | None]:
         """One pass: [tokens, hidden] of each part and, with taps, their states."""
         step, tokens = self.begin(*parts), torch.cat([part.tokens for part in parts])
-        forward = self.model.forward if self._fused else super(type(self.model), self.model).forward
-        hidden, states = forward(tokens, step, taps)
+        forward = type(self.model).forward if self._fused else Decoder.forward
+        hidden, states = forward(self.model, tokens, step, taps)
         sizes = [len(part.tokens) for part in parts]
         return list(hidden.split(sizes)), None if states is None else list(states.split(sizes))
 

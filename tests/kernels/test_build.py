@@ -112,8 +112,8 @@ def test_a_cache_that_cannot_be_written(sources: Path, tmp_path: Path) -> None:
 
 
 def test_another_abi_is_refused(sources: Path) -> None:
-    (sources / "small.cpp").write_text(SMALL.replace("return 1", "return 99"))
-    with pytest.raises(BuildError, match="must have ABI 1, but has 99"):
+    (sources / "small.cpp").write_text(SMALL.replace(f"return {ABI}", "return 99"))
+    with pytest.raises(BuildError, match=f"must have ABI {ABI}, but has 99"):
         Kernels(library_path(sources))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -98,13 +99,14 @@ def ways(ids: Tensor, path: Tensor, parents: tuple[int, ...], nodes: Tensor) -> 
         """Prompt chunks up to each of the ends, then a token at a time; `busy`: with other sequences around."""
         world, out = DecoderWorld(decoder, 3, 320), []
         others = tokens(300, 8)
-        for number, (start, end) in enumerate(zip((0, *ends), (*ends, *range(ends[-1] + 1, len(line) + 1)), strict=False)):
+        borders = (0, *ends, *range(ends[-1] + 1, len(line) + 1))
+        for number, (start, end) in enumerate(itertools.pairwise(borders)):
             part = Part(1, start, line[start:end], chunk=number < len(ends))
             if not busy:
                 out.append(world.feed(part)[0][0])
                 continue
-            before, behind = Part(0, 3 * number, others[3 * number : 3 * number + 3], chunk=True), Part(2, number, others[number, None])
-            out.append(world.feed(before, part, behind)[0][1])
+            before = Part(0, 3 * number, others[3 * number : 3 * number + 3], chunk=True)
+            out.append(world.feed(before, part, Part(2, number, others[number, None]))[0][1])
         return torch.cat(out)
 
     def verified(decoder: Decoder) -> Tensor:
@@ -147,18 +149,20 @@ def test_a_row_does_not_depend_on_the_pass(name: str, holding: str, way: str, th
 
 
 def test_what_is_not_finite_stays_in_its_row() -> None:
+    """A prompt's row and a draft node, beside other sequences; and the node's ancestors."""
     decoder = fused(everything(Format.Q8))
-    decoder.embedding.weight[7, 3] = float("nan")
-    ids = tokens(20, 5)
-    ids[ids == 7] = 8
-    sick = ids.clone()
-    sick[19] = 7
+    ids = tokens(20, 5).clamp(min=8)
     good = whole(decoder, ids)
-    world = DecoderWorld(decoder, 2)
-    got = world.feed(Part(0, 0, sick, chunk=True), Part(1, 0, ids, chunk=True))[0]
-    assert got[0][19].isnan().all()
-    assert torch.equal(got[0][:19], good[:19])
-    assert torch.equal(got[1], good)
+    decoder.embedding.weight[7, 3] = float("nan")
+    sick, behind = torch.tensor([7]), ids[:10]
+    world = DecoderWorld(decoder, 3)
+    first = world.feed(Part(0, 0, ids[:19], chunk=True), Part(1, 0, torch.cat((behind, sick)), chunk=True))[0]
+    assert torch.equal(first[0], good[:19])
+    assert first[1][10].isnan().all()
+    second = world.feed(Part(2, 0, behind, chunk=True), Part(0, 19, torch.cat((ids[19:], sick))))[0]
+    assert torch.equal(second[0], good[:10])
+    assert torch.equal(second[1][0], good[19])
+    assert second[1][1].isnan().all()
 
 
 def test_what_is_not_fused() -> None:

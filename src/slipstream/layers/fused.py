@@ -29,7 +29,16 @@ class FusedDecoder(Decoder):
     """
 
     def __init__(self, plain: Decoder, layers: kernel.DecoderKernel) -> None:
-        vars(self).update(vars(plain))
+        super().__init__(
+            plain.embedding,
+            plain.blocks,
+            plain.norm,
+            plain.head,
+            plain.rotaries,
+            plain.context_len,
+            plain.logit_softcap,
+            plain.kv_layers[0].dtype,
+        )
         self.kernel = layers
 
     def forward(self, tokens: Tensor, attention: AttentionStep, taps: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
@@ -43,7 +52,7 @@ class FusedDecoder(Decoder):
 
 def fused(plain: Decoder) -> Decoder:
     """`plain` with its layers as one call, where that can be; else `plain` itself."""
-    if plain.dtype != torch.float32 or plain.embedding.device.type != "cpu":
+    if plain.dtype != torch.float32 or plain.embedding.device.type != "cpu" or not plain.blocks:
         return plain
     layers = []
     for number, block in enumerate(plain.blocks):

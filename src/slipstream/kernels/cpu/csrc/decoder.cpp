@@ -243,7 +243,10 @@ extern "C" int slip_decoder_make(const slip_layer* layers, int64_t num_layers, i
     return kOk;
 }
 
-extern "C" void slip_decoder_free(slip_decoder* decoder) { delete decoder; }
+extern "C" int slip_decoder_free(slip_decoder* decoder) {
+    delete decoder;
+    return slip::kOk;
+}
 
 extern "C" int slip_decoder_forward(slip_decoder* decoder, const slip_pass* pass) {
     using namespace slip;

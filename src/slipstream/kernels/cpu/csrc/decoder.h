@@ -79,7 +79,8 @@ struct slip_decoder;  // with work buffers of its own
 // Copies the layers; what they point to must stay. Checks all that does not depend on a pass.
 int slip_decoder_make(const slip_layer* layers, int64_t num_layers, int64_t hidden, int32_t num_rotaries, const slip_norm* norm,
                       slip_decoder** made);
-void slip_decoder_free(slip_decoder* decoder);
+// Always 0.
+int slip_decoder_free(slip_decoder* decoder);
 
 // One pass. A second thread waits for the first one's.
 int slip_decoder_forward(slip_decoder* decoder, const slip_pass* pass);
