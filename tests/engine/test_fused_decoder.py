@@ -1,4 +1,4 @@
-"""The engine with models whose layers are one call: the same tokens on every path. Rows keep their bits, so rounded weights too."""
+"""The engine with models whose layers are one call: the same tokens on every path, with rounded weights too."""
 
 from __future__ import annotations
 
