@@ -14,11 +14,11 @@ import pytest
 from slipstream.errors import InvariantBroken, ModelError
 from slipstream.kernels.cpu import build
 from slipstream.kernels.cpu.build import BuildError, find_compiler, library_path
-from slipstream.kernels.cpu.library import Kernels, kernels
+from slipstream.kernels.cpu.library import ABI, Kernels, kernels
 
-SMALL = """
-extern "C" int slip_abi() { return 1; }
-extern "C" const char* slip_error(int) { return "text"; }
+SMALL = f"""
+extern "C" int slip_abi() {{ return {ABI}; }}
+extern "C" const char* slip_error(int) {{ return "text"; }}
 """
 
 BUILD = """
@@ -112,8 +112,8 @@ def test_a_cache_that_cannot_be_written(sources: Path, tmp_path: Path) -> None:
 
 
 def test_another_abi_is_refused(sources: Path) -> None:
-    (sources / "small.cpp").write_text(SMALL.replace("return 1", "return 99"))
-    with pytest.raises(BuildError, match="must have ABI 1, but has 99"):
+    (sources / "small.cpp").write_text(SMALL.replace(f"return {ABI}", "return 99"))
+    with pytest.raises(BuildError, match=f"must have ABI {ABI}, but has 99"):
         Kernels(library_path(sources))
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from slipstream.attention.base import BatchLayout
 from slipstream.attention.kv import KVCache, LayerKV
 from slipstream.errors import ConfigError, InvariantBroken
-from slipstream.kernels.cpu.attention import DIM_STEP, MAX_DIM, MIN_DIM, AttentionBatch, LayerTensors
+from slipstream.kernels.cpu.attention import DIM_STEP, MAX_DIM, MIN_DIM, AttentionBatch, CacheTensors, LayerTensors
 from slipstream.kernels.cpu.library import kernels
 
 _KV_DTYPES = (torch.float32, torch.bfloat16, torch.int8)
@@ -33,7 +33,7 @@ class CpuBackend:
     """`AttentionBackend` by our kernels. Needs them to be there."""
 
     def __init__(self) -> None:
-        self._layers: WeakKeyDictionary[KVCache, tuple[LayerTensors, ...]] = WeakKeyDictionary()
+        self._caches: WeakKeyDictionary[KVCache, CacheTensors] = WeakKeyDictionary()
 
     def check(self, layers: Sequence[LayerKV]) -> None:
         """Raise `ConfigError` for layers whose KV the kernels do not take."""
@@ -54,10 +54,10 @@ class CpuBackend:
 
     def begin(self, layout: BatchLayout, kv: KVCache) -> CpuStep:
         """Hand the layout's tensors to the kernels. Tasks are made at the first layer of each shape and window."""
-        layers = self._layers.get(kv)
-        if layers is None:
-            layers = self._layers[kv] = tuple(LayerTensors(*kv.layer(index)) for index in range(kv.num_layers))
-        return CpuStep(layout, kv, layers)
+        cache = self._caches.get(kv)
+        if cache is None:
+            cache = self._caches[kv] = CacheTensors([LayerTensors(*kv.layer(index)) for index in range(kv.num_layers)])
+        return CpuStep(layout, kv, cache)
 
 
 def build() -> CpuBackend:
@@ -71,14 +71,19 @@ def build() -> CpuBackend:
 
 
 class CpuStep:
-    """`AttentionStep` by our kernels."""
+    """`AttentionStep` by our kernels.
 
-    def __init__(self, layout: BatchLayout, kv: KVCache, layers: tuple[LayerTensors, ...]) -> None:
+    Attributes:
+        layout, kv: as in `AttentionStep`.
+        batch, cache: the same as the kernels take them.
+    """
+
+    def __init__(self, layout: BatchLayout, kv: KVCache, cache: CacheTensors) -> None:
         self.layout = layout
         self.kv = kv
-        self._layers = layers
+        self.cache = cache
         self._longest = max(layout.max_key_lens)
-        self._batch = AttentionBatch(
+        self.batch = AttentionBatch(
             layout.query_lens,
             layout.num_chunks,
             layout.index,
@@ -104,7 +109,7 @@ class CpuStep:
         if window is not None and window >= self._longest:
             window = None
         query, key, value = _dense(query), _dense(key.to(query.dtype)), _dense(value.to(query.dtype))
-        return self._batch.attend(self._layers[layer], query, key, value, scale, window, softcap)
+        return self.batch.attend(self.cache.layers[layer], query, key, value, scale, window, softcap)
 
 
 def _dense(x: Tensor) -> Tensor:

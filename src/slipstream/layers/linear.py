@@ -20,7 +20,7 @@ from slipstream.kernels.formats import Matrix, QuantizedTensor, format_name
 from slipstream.layers.activation import ACTIVATIONS, Activation
 
 # Activations that our kernels know.
-_GATES = {ACTIVATIONS["silu"]: Gate.SILU, ACTIVATIONS["gelu_pytorch_tanh"]: Gate.GELU_TANH}
+GATES = {ACTIVATIONS["silu"]: Gate.SILU, ACTIVATIONS["gelu_pytorch_tanh"]: Gate.GELU_TANH}
 
 # Types oneDNN has fast products for on every CPU; the others stay with the plain one.
 _PACKED_DTYPES = (torch.float32, torch.bfloat16)
@@ -154,7 +154,7 @@ def gated(
     if len(weights) == 1:
         inner = weights[0].shape[0] // 2
         weights = [weights[0].narrow(0, 0, inner), weights[0].narrow(0, inner, inner)]
-    gate = _GATES.get(activation)
+    gate = GATES.get(activation)
     if arithmetic is Arithmetic.TORCH or gate is None or format_name(weights[0]) != format_name(weights[1]):
         return Gated(linear(weights, biases, dtype=dtype, arithmetic=arithmetic), activation)
     bias = torch.cat(list(biases)) if biases else None

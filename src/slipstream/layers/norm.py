@@ -28,12 +28,13 @@ class RMSNorm:
 
 
 class HeadNorm:
-    """RMS normalisation of each query and key head, one call for both: weights [dim] for queries and for keys."""
+    """RMS normalisation of each query and key head, one call for both: weights `query` [dim] for queries and `key` for keys."""
 
-    __slots__ = ("_shape", "_weight", "eps")
+    __slots__ = ("_shape", "_weight", "eps", "key", "query")
 
     def __init__(self, query: Tensor, key: Tensor, num_heads: int, num_kv_heads: int, eps: float) -> None:
         self._weight = torch.cat((query.expand(num_heads, -1), key.expand(num_kv_heads, -1)))
+        self.query, self.key = query, key
         self.eps = eps
         self._shape = (query.shape[0],)
 

@@ -90,13 +90,18 @@ class Rotary:
 
     def at(self, positions: Tensor, dtype: torch.dtype) -> Turn:
         """The turn of each of T positions [T] int64, in float32 for half types, else in `dtype`."""
+        cos, sin = self.tables(positions)
+        wide = torch.promote_types(dtype, torch.float32)
+        return Turn(torch.cat((cos, cos), -1).to(wide)[:, None], torch.cat((-sin, sin), -1).to(wide)[:, None], dtype != wide)
+
+    def tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin of each of T positions [T] int64 and pair of dimensions: [T, dim / 2] float32 each, dense."""
         frequencies = self._dynamic(positions) if self._spec.kind == "dynamic" else self.inverse_frequencies
         angles = positions.to(torch.float32)[:, None] * frequencies
         cos, sin = angles.cos(), angles.sin()
         if self._spec.attention_factor != 1:
             cos, sin = cos * self._spec.attention_factor, sin * self._spec.attention_factor
-        wide = torch.promote_types(dtype, torch.float32)
-        return Turn(torch.cat((cos, cos), -1).to(wide)[:, None], torch.cat((-sin, sin), -1).to(wide)[:, None], dtype != wide)
+        return cos, sin
 
     def _dynamic(self, positions: Tensor) -> Tensor:
         """[T, dim / 2] float32."""

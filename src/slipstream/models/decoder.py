@@ -13,6 +13,7 @@ from slipstream.kernels.formats import Matrix, same_values
 from slipstream.layers.activation import ACTIVATIONS
 from slipstream.layers.decoder import Attention, Block, Decoder, GatedMLP
 from slipstream.layers.embedding import Embedding
+from slipstream.layers.fused import fused
 from slipstream.layers.linear import Product, gated, linear
 from slipstream.layers.norm import HeadNorm, RMSNorm
 from slipstream.layers.rope import RopeSpec
@@ -76,7 +77,7 @@ def build_decoder(config: ModelConfig, parameters: Parameters, style: Style) -> 
     blocks = tuple(builder.block(layer) for layer in range(config.num_layers))
     norm = builder.norm("model.norm")
     head = _head(config, parameters, embedding)
-    return Decoder(
+    decoder = Decoder(
         Embedding(embedding, style.embedding_scale, holding.dtype),
         blocks,
         norm,
@@ -86,6 +87,7 @@ def build_decoder(config: ModelConfig, parameters: Parameters, style: Style) -> 
         style.logit_softcap,
         holding.kv_dtype,
     )
+    return fused(decoder)
 
 
 def _check_rope(rope: RopeSpec, config: ModelConfig, style: Style) -> None:

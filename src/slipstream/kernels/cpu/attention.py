@@ -138,6 +138,22 @@ class LayerTensors:
         self.address = ctypes.addressof(self._struct)
 
 
+class CacheTensors:
+    """All layers of a cache; holds their tensors.
+
+    Attributes:
+        layers: in order.
+        address: of an array of pointers to their structs.
+    """
+
+    __slots__ = ("_array", "address", "layers")
+
+    def __init__(self, layers: Sequence[LayerTensors]) -> None:
+        self.layers = tuple(layers)
+        self._array = (ctypes.c_void_p * len(self.layers))(*(layer.address for layer in self.layers))
+        self.address = ctypes.addressof(self._array)
+
+
 @dataclass(frozen=True, slots=True)
 class _Tasks:
     array: ctypes.Array[_Task]
@@ -174,7 +190,7 @@ class AttentionBatch:
         ancestors: [T, W] bool, or None for chains.
     """
 
-    __slots__ = ("_io", "_io_address", "_plans", "_struct", "_tensors", "address", "ancestors")
+    __slots__ = ("_io", "_io_address", "_plans", "_struct", "_tensors", "address", "ancestors", "num_tokens")
 
     def __init__(
         self,
@@ -186,7 +202,7 @@ class AttentionBatch:
         read_slots: Tensor,
         ancestors: Tensor | None,
     ) -> None:
-        num_tokens = index.shape[0]
+        num_tokens = self.num_tokens = index.shape[0]
         starts = (ctypes.c_int64 * (len(query_lens) + 1))(*itertools.accumulate(query_lens, initial=0))
         sick = (ctypes.c_uint8 * num_tokens)()
         index, base_lens, write_slots, read_slots = (x.contiguous() for x in (index, base_lens, write_slots, read_slots))

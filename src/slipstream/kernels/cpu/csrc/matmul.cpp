@@ -61,7 +61,7 @@ void finish(const slip_matrix& matrix, const Output& out, int64_t panel, int64_t
 }
 
 Tiles tiles_for(const slip_matrix& matrix, Mode mode) {
-    return mode == kExact ? float_tiles() : mode == kBfloat16 ? bfloat16_tiles() : integer_tiles(matrix.format);
+    return mode == kExact ? float_tiles() : mode == kBfloat16Mode ? bfloat16_tiles() : integer_tiles(matrix.format);
 }
 
 }  // namespace
@@ -107,16 +107,21 @@ void multiply(Pool& pool, const slip_matrix& matrix, const Operand& x, const Out
     });
 }
 
-namespace {
-
-int check(const slip_matrix* matrix, int32_t mode, const float* x, int64_t x_stride, int64_t rows, const float* out,
-          int64_t out_stride) {
+int check_matrix(const slip_matrix* matrix, int32_t mode) {
     if (!matrix || !matrix->panels) return kNullPointer;
     if (matrix->format < kF32 || matrix->format > kQ6K) return kBadFormat;
     if (mode != kExact && mode != native_mode(matrix->format)) return kBadMode;
     if (matrix->activation < kNoActivation || matrix->activation > kGeluTanh) return kBadMode;
-    if (matrix->outputs < 1 || matrix->inputs < 1 || rows < 0) return kBadShape;
-    if (reinterpret_cast<uintptr_t>(matrix->panels) % 64) return kMisaligned;
+    if (matrix->outputs < 1 || matrix->inputs < 1) return kBadShape;
+    return reinterpret_cast<uintptr_t>(matrix->panels) % 64 ? kMisaligned : kOk;
+}
+
+namespace {
+
+int check(const slip_matrix* matrix, int32_t mode, const float* x, int64_t x_stride, int64_t rows, const float* out,
+          int64_t out_stride) {
+    if (const int code = check_matrix(matrix, mode)) return code;
+    if (rows < 0) return kBadShape;
     if (rows == 0) return kOk;
     if (!x || !out) return kNullPointer;
     if (rows > 1 && (x_stride < matrix->inputs || out_stride < matrix->outputs)) return kBadStride;

@@ -65,7 +65,10 @@ struct Output {
 };
 
 // The mode that a format's own kernel takes; the other that it takes is kExact.
-inline Mode native_mode(int32_t format) { return format == kF32 ? kExact : format == kBF16 ? kBfloat16 : kQuantized; }
+inline Mode native_mode(int32_t format) { return format == kF32 ? kExact : format == kBF16 ? kBfloat16Mode : kQuantized; }
+
+// Error code of a matrix that is none, or does not take that mode; 0 if all is well.
+int check_matrix(const slip_matrix* matrix, int32_t mode);
 
 // `x` may serve any number of matrices with as many inputs. Its mode must be one that the format takes.
 void multiply(Pool& pool, const slip_matrix& matrix, const Operand& x, const Output& out);

@@ -89,7 +89,7 @@ template <class Source>
 void convert(Mode mode, const Source& source, int64_t columns, uint8_t* out) {
     if (mode == kQuantized) {
         quantize(source, columns, reinterpret_cast<ActivationGroup*>(out));
-    } else if (mode == kBfloat16) {
+    } else if (mode == kBfloat16Mode) {
         round_to_bfloat16(source, columns, reinterpret_cast<uint16_t*>(out));
     } else {
         copy(source, columns, reinterpret_cast<float*>(out));
@@ -119,7 +119,7 @@ void convert_rows(Pool& pool, Mode mode, const Rows& x, const Norm* norm, uint8_
 
 int64_t bytes_of_row(Mode mode, int64_t columns) {
     const int64_t padded = round_up(columns, kGroup);
-    return mode == kQuantized ? padded / kGroup * int64_t(sizeof(ActivationGroup)) : mode == kBfloat16 ? 2 * padded : 4 * padded;
+    return mode == kQuantized ? padded / kGroup * int64_t(sizeof(ActivationGroup)) : mode == kBfloat16Mode ? 2 * padded : 4 * padded;
 }
 
 }  // namespace
@@ -137,6 +137,18 @@ Operand prepare(Pool& pool, Mode mode, const Rows& x, const Norm* norm) {
 
 void rmsnorm(Pool& pool, const Rows& x, const Norm& norm, float* out, int64_t out_stride) {
     convert_rows(pool, kExact, x, &norm, reinterpret_cast<uint8_t*>(out), out_stride * 4);
+}
+
+void add_rmsnorm(Pool& pool, const Rows& x, const Norm& norm, float* out, int64_t out_stride) {
+    each_row(pool, x.rows, x.columns, [&](int64_t r) {
+        const Normed source(x.data + r * x.stride, x.columns, norm);
+        float* target = out + r * out_stride;
+        for (int64_t k = 0; k < x.columns; k += 16) {
+            const __mmask16 mask = lanes(x.columns - k);
+            const __m512 sum = _mm512_add_ps(source.load(k), _mm512_maskz_loadu_ps(mask, target + k));
+            _mm512_mask_storeu_ps(target + k, mask, sum);
+        }
+    });
 }
 
 void gate(Pool& pool, int32_t activation, const Rows& gate, const Rows& up, float* out, int64_t out_stride) {

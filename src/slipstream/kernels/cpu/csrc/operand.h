@@ -8,9 +8,9 @@
 namespace slip {
 
 enum Mode : int32_t {
-    kExact = 0,      // float32 as it is, multiplied by float32 weights
-    kBfloat16 = 1,   // rounded to bfloat16, multiplied by bfloat16 weights
-    kQuantized = 2,  // int8 with a scale for each 32, multiplied by integer weights
+    kExact = 0,         // float32 as it is, multiplied by float32 weights
+    kBfloat16Mode = 1,  // rounded to bfloat16, multiplied by bfloat16 weights
+    kQuantized = 2,     // int8 with a scale for each 32, multiplied by integer weights
 };
 
 constexpr int64_t kGroup = 32;
@@ -58,6 +58,9 @@ Operand prepare(Pool& pool, Mode mode, const Rows& x, const Norm* norm = nullptr
 
 // out [rows, columns], `out_stride` floats apart; it may be x itself.
 void rmsnorm(Pool& pool, const Rows& x, const Norm& norm, float* out, int64_t out_stride);
+
+// out += rmsnorm(x), the sum of what rmsnorm() would have written.
+void add_rmsnorm(Pool& pool, const Rows& x, const Norm& norm, float* out, int64_t out_stride);
 
 // out[r, i] = activation(gate[r, i]) * up[r, i]; out may be either.
 void gate(Pool& pool, int32_t activation, const Rows& gate, const Rows& up, float* out, int64_t out_stride);

@@ -1,0 +1,124 @@
+"""A decoder whose layers are one call of our kernels, where they know all of its parts. `fused` decides it when a model is built.
+
+    all products packed, float32 states,        CpuStep         other attention steps
+    an activation and heads that kernels take
+      yes: FusedDecoder                         one call        layer by layer, as Decoder
+      no:  Decoder                              layer by layer  layer by layer
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from slipstream.attention.base import AttentionStep
+from slipstream.attention.cpu import CpuStep
+from slipstream.kernels.cpu import decoder as kernel
+from slipstream.kernels.cpu.attention import DIM_STEP, MAX_DIM, MIN_DIM
+from slipstream.kernels.cpu.matrix import Gate, PackedMatrix
+from slipstream.layers.decoder import Block, Decoder
+from slipstream.layers.linear import GATES, Gated, Product, Side
+from slipstream.layers.norm import RMSNorm
+
+
+class FusedDecoder(Decoder):
+    """A decoder with its layers as one call. Made by `fused`.
+
+    What it computes differs from a `Decoder`'s in the last bits: norms, turns and gates are our kernels'. A model keeps to one of
+    the two, as its attention backend does.
+    """
+
+    def __init__(self, plain: Decoder, layers: kernel.DecoderKernel) -> None:
+        super().__init__(
+            plain.embedding,
+            plain.blocks,
+            plain.norm,
+            plain.head,
+            plain.rotaries,
+            plain.context_len,
+            plain.logit_softcap,
+            plain.kv_layers[0].dtype,
+        )
+        self.kernel = layers
+
+    def forward(self, tokens: Tensor, attention: AttentionStep, taps: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
+        """See `models.base.CausalLM.forward`."""
+        if not isinstance(attention, CpuStep):
+            return super().forward(tokens, attention, taps)
+        positions = attention.layout.positions
+        turns = [rotary.tables(positions) for rotary in self.rotaries]
+        return self.kernel.forward(self.embedding(tokens), attention.batch, attention.cache, turns, taps)
+
+
+def fused(plain: Decoder) -> Decoder:
+    """`plain` with its layers as one call, where that can be; else `plain` itself."""
+    if plain.dtype != torch.float32 or plain.embedding.device.type != "cpu" or not plain.blocks:
+        return plain
+    layers = []
+    for number, block in enumerate(plain.blocks):
+        layer = _layer(block)
+        if layer is None or block.attention.layer != number:
+            return plain
+        layers.append(layer)
+    norm = _norm(plain.norm)
+    if norm is None:
+        return plain
+    return FusedDecoder(plain, kernel.DecoderKernel(layers, norm, len(plain.rotaries)))
+
+
+def _layer(block: Block) -> kernel.Layer | None:
+    """None: there is something in the block that the kernels do not know."""
+    attention = block.attention
+    dim = attention.head_dim
+    if not MIN_DIM <= dim <= MAX_DIM or dim % DIM_STEP:
+        return None
+    before, between = _norm(block.attention_norm), _norm(block.mlp_norm)
+    products = [_product(one) for one in (attention.qkv, attention.out, block.mlp.inner, block.mlp.down)]
+    qkv, out, inner, down = products
+    if before is None or between is None or qkv is None or out is None or inner is None or down is None:
+        return None
+    if qkv.gate or out.gate or down.gate:
+        return None
+    after_attention = None if block.after_attention is None else _norm(block.after_attention)
+    after_mlp = None if block.after_mlp is None else _norm(block.after_mlp)
+    if (after_attention is None) != (block.after_attention is None) or (after_mlp is None) != (block.after_mlp is None):
+        return None
+    head_norms = None
+    if (norm := attention.head_norm) is not None:
+        if norm.query.dtype != torch.float32 or norm.key.dtype != torch.float32:
+            return None
+        head_norms = kernel.Norm(norm.query.contiguous(), norm.eps), kernel.Norm(norm.key.contiguous(), norm.eps)
+    return kernel.Layer(
+        before,
+        after_attention,
+        between,
+        after_mlp,
+        qkv,
+        out,
+        inner,
+        down,
+        attention.num_heads,
+        attention.num_kv_heads,
+        dim,
+        head_norms,
+        attention.rotary,
+        attention.scale,
+        attention.softcap,
+        attention.window,
+    )
+
+
+def _norm(norm: RMSNorm) -> kernel.Norm | None:
+    return kernel.Norm(norm.weight.contiguous(), norm.eps) if norm.weight.dtype == torch.float32 else None
+
+
+def _product(product: Product) -> kernel.Product | None:
+    if isinstance(product, PackedMatrix):
+        return kernel.Product((product,))
+    if isinstance(product, Gated):
+        gate, both = GATES.get(product.activation, Gate.NONE), _product(product.gate_up)
+        return None if both is None or both.gate or gate is Gate.NONE else kernel.Product(both.parts, gate)
+    if isinstance(product, Side):
+        parts = tuple(part for part in product.parts if isinstance(part, PackedMatrix))
+        return kernel.Product(parts) if len(parts) == len(product.parts) else None
+    return None
