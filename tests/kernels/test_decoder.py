@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -163,6 +164,17 @@ def test_what_is_not_finite_stays_in_its_row() -> None:
     assert torch.equal(second[0], good[:10])
     assert torch.equal(second[1][0], good[19])
     assert second[1][1].isnan().all()
+
+
+def test_two_threads_with_one_decoder() -> None:
+    """As two engines around one model: each pass has the decoder's work buffers for itself."""
+    decoder = fused(everything(Format.Q8))
+    prompts = [tokens(40, 1), tokens(23, 2)]
+    expected = [whole(decoder, ids) for ids in prompts]
+    with ThreadPoolExecutor(2) as threads:
+        for _ in range(40):
+            for got, right in zip(threads.map(lambda ids: whole(decoder, ids), prompts), expected, strict=True):
+                assert torch.equal(got, right)
 
 
 def test_what_is_not_fused() -> None:
