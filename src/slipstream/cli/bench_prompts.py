@@ -1,6 +1,6 @@
 """Prompts that come with the command: made here from a few words, the same ones every time, as many as are asked for.
 
-copy     a list of stock, three times over: a model goes on with it, and what it says has been said before
+copy     a list of stock, again and again: a model goes on with it, and what it says has been said before
 plain    short tasks of many kinds, through the chat template: little is copied
 """
 

@@ -357,9 +357,12 @@ def _encoded(
 
 
 def _copies(number: int, length: int, loaded: LoadedModel) -> list[int]:
-    """Exactly `length` tokens: the beginning of a passage, three times over."""
-    third = max(1, length // 3)
-    ids = loaded.tokenizer.encode(passage(number, third), add_special_tokens=False)[:third]
+    """Exactly `length` tokens: the beginning of a passage, again and again, cut in its third time.
+
+    A cut between two of them would leave it to a near tie whether the model goes on or stops.
+    """
+    part = max(1, length * 3 // 7)
+    ids = loaded.tokenizer.encode(passage(number, part), add_special_tokens=False)[:part]
     return (ids * length)[:length]
 
 
