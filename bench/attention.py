@@ -19,12 +19,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from bench.kernels import need_kernels
 from slipstream.attention.base import AttentionBackend, BatchLayout
 from slipstream.attention.cpu import build
 from slipstream.attention.kv import NUM_RESERVED_PAGES, KVCache, LayerKV
 from slipstream.attention.layout import build_layout
 from slipstream.attention.reference import ReferenceBackend
-from slipstream.kernels.cpu.library import kernels
 
 HEADS, KV_HEADS, DIM = 9, 3, 64
 PAGE_SIZE = 16
@@ -80,12 +80,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--systems", nargs="+", help="names; default: all")
     parser.add_argument("--threads", type=int, help="of both sides; default: what each takes by itself")
     args = parser.parse_args(argv)
-    library = kernels()
-    if library is None:
-        raise SystemExit("the CPU kernels must be there to be measured: the log says why they are not")
-    if args.threads:
-        library.set_threads(args.threads)
-        torch.set_num_threads(args.threads)
+    library = need_kernels(args.threads)
     ours, reference = build(), ReferenceBackend()
     systems = [
         System("bfloat16", ours, torch.bfloat16),

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.kernels.cpu.library import kernels
+from slipstream.kernels.cpu.library import Kernels, kernels
 from slipstream.kernels.cpu.matrix import Gate, Mode, PackedMatrix
 from slipstream.kernels.formats import Format, QuantizedTensor
 from slipstream.layers.linear import linear
@@ -51,12 +51,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--systems", nargs="+", help="names; default: all")
     parser.add_argument("--threads", type=int, help="of both sides; default: what each takes by itself")
     args = parser.parse_args(argv)
-    library = kernels()
-    if library is None:
-        raise SystemExit("the CPU kernels must be there to be measured: the log says why they are not")
-    if args.threads:
-        library.set_threads(args.threads)
-        torch.set_num_threads(args.threads)
+    library = need_kernels(args.threads)
     with torch.inference_mode():
         systems = [one for make in _systems(args.layers) if (one := make(args.systems)) is not None]
         times = measure(systems, args.rows, args.rounds)
@@ -76,6 +71,17 @@ def main(argv: Sequence[str] | None = None) -> None:
         }
         found = [{"system": one.name, "bytes": one.num_bytes, "ms": times[one.name]} for one in systems]
         args.json.write_text(json.dumps({"setting": setting, "systems": found}, indent=1) + "\n")
+
+
+def need_kernels(threads: int | None) -> Kernels:
+    """The kernels; ends the program where there are none. `threads`, if any, are what they and torch take."""
+    library = kernels()
+    if library is None:
+        raise SystemExit("the CPU kernels must be there to be measured: the log says why they are not")
+    if threads:
+        library.set_threads(threads)
+        torch.set_num_threads(threads)
+    return library
 
 
 def measure(systems: Sequence[System], rows: Sequence[int], rounds: int) -> dict[str, dict[int, float]]:

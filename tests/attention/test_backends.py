@@ -14,9 +14,9 @@ from slipstream.attention.base import AttentionBackend
 from slipstream.attention.kv import KVCache, LayerKV
 from slipstream.attention.reference import ReferenceBackend
 from slipstream.attention.registry import attention_backend
-from slipstream.kernels.cpu.library import kernels
 from slipstream.observe.guard import SyncGuard
 from tests.attention.layouts import Segment, by_hand, chain, lay_out, random_segments, tree
+from tests.cpu_kernels import needed
 
 LAYERS = 2
 
@@ -41,8 +41,8 @@ SUBJECTS = (Subject("reference", torch.float64, 8, 1e-12), Subject("cpu", torch.
 
 
 def available(subject: Subject) -> Subject:
-    if subject.name == "cpu" and kernels() is None:
-        pytest.skip("this machine cannot run the kernels; the log says why")
+    if subject.name == "cpu":
+        needed()
     return subject
 
 

@@ -11,9 +11,9 @@ from slipstream.models.base import CausalLM
 from slipstream.testing.tiny import tiny_checkpoint, tiny_model
 from slipstream.types import SamplingParams
 from slipstream.weights import load
+from tests.cpu_kernels import needed
 from tests.engine.harness import Answer, Job, assert_equal, make_engine, reference, run
 from tests.engine.test_equality import DRAFTERS, params, prompt
-from tests.kernels.attention_world import needed
 
 FAMILY = "qwen3"  # the one whose heads are wide enough
 

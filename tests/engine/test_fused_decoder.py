@@ -7,9 +7,9 @@ from functools import cache
 import pytest
 
 from slipstream.layers.fused import FusedDecoder
+from tests.cpu_kernels import needed
 from tests.engine.harness import Answer, Job, assert_equal, reference, run
 from tests.engine.test_equality import DRAFTERS, params, prompt
-from tests.kernels.attention_world import needed
 from tests.kernels.decoder_world import model
 
 # The heads of our EAGLE tests are too narrow for the kernels.

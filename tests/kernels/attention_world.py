@@ -6,23 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-import pytest
 import torch
 from torch import Tensor
 
 from slipstream.attention.base import AttentionBackend, BatchLayout
-from slipstream.attention.kv import NUM_RESERVED_PAGES, KVCache, LayerKV
-from slipstream.attention.layout import build_layout, tree_ancestors
+from slipstream.attention.kv import LayerKV
 from slipstream.attention.registry import attention_backend
-from slipstream.kernels.cpu.library import Kernels, kernels
-
-
-def needed() -> Kernels:
-    """The kernels; skips the test where there are none."""
-    found = kernels()
-    if found is None:
-        pytest.skip("this machine cannot run the kernels; the log says why")
-    return found
+from tests.kernels.paged_world import PagedWorld, Part
 
 
 @dataclass(frozen=True)
@@ -71,19 +61,8 @@ class Stream:
         return len(self.query)
 
 
-@dataclass
-class Part:
-    """What one pass feeds of one sequence: tokens behind `base`, as a prompt chunk or a verify row; parents make it a tree."""
-
-    sequence: int
-    base: int
-    tokens: Stream
-    chunk: bool = False
-    parents: tuple[int, ...] | None = None
-
-
-class World:
-    """Sequences over one layer of poisoned KV, their pages dealt out in a random order."""
+class World(PagedWorld):
+    """Sequences over one layer of KV."""
 
     def __init__(
         self,
@@ -94,35 +73,11 @@ class World:
         seed: int = 0,
         backend: AttentionBackend | None = None,
     ) -> None:
-        self.shape, self.page_size, self.max_len = shape, page_size, max_len
+        super().__init__((shape.layer,), num_sequences, max_len, page_size, seed)
+        self.shape = shape
         self.backend = backend or attention_backend("cpu")
-        each = -(-max_len // page_size)
-        pages = NUM_RESERVED_PAGES + num_sequences * each
-        self.kv = KVCache((shape.layer,), pages, page_size, torch.device("cpu"), poison=True)
-        order = torch.randperm(num_sequences * each, generator=torch.Generator().manual_seed(seed))
-        self.tables = (order + NUM_RESERVED_PAGES).view(num_sequences, each)
 
-    def layout(self, parts: Sequence[Part]) -> BatchLayout:
-        """Chunks must come first. A pass with a tree has trees only: its chains are trees too."""
-        rows = [part for part in parts if not part.chunk]
-        ancestors = None
-        if any(part.parents is not None for part in rows):
-            width = max(len(part.tokens) for part in rows) - 1
-            chains = [part.parents or tuple(range(len(part.tokens) - 1)) for part in rows]
-            filled = [[*chain, *[0] * (width - len(chain))] for chain in chains]
-            ancestors = tree_ancestors(torch.tensor(filled).view(len(rows), width))
-        return build_layout(
-            page_tables=self.tables[[part.sequence for part in parts]],
-            page_size=self.page_size,
-            base_lens=torch.tensor([part.base for part in parts]),
-            limits=torch.full((len(parts),), self.max_len),
-            query_lens=tuple(len(part.tokens) for part in parts),
-            max_key_lens=tuple(part.base + len(part.tokens) for part in parts),
-            num_chunks=sum(part.chunk for part in parts),
-            ancestors=ancestors,
-        )
-
-    def feed(self, *parts: Part, layout: BatchLayout | None = None, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    def feed(self, *parts: Part[Stream], layout: BatchLayout | None = None, dtype: torch.dtype = torch.float32) -> list[Tensor]:
         """One pass: [tokens, heads, value_dim] of each part."""
         layout = layout or self.layout(parts)
         query, key, value = (

@@ -1,4 +1,4 @@
-"""Tests of the compiled kernels need a CPU that has what they use, and a compiler."""
+"""The compiled kernels, for the tests of this folder."""
 
 from __future__ import annotations
 
@@ -6,19 +6,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from slipstream.kernels.cpu.build import NEEDED_CPU_FLAGS, cpu_flags, find_compiler
-from slipstream.kernels.cpu.library import Kernels, kernels
+from slipstream.kernels.cpu.library import Kernels
+from tests.cpu_kernels import needed
 
 
 @pytest.fixture
 def library() -> Iterator[Kernels]:
     """The loaded kernels; the number of threads is put back."""
-    if missing := NEEDED_CPU_FLAGS - cpu_flags():
-        pytest.skip(f"the CPU has no {', '.join(sorted(missing))}")
-    if find_compiler() is None:
-        pytest.skip("there is no C++ compiler")
-    loaded = kernels()
-    assert loaded is not None, "compiler and CPU are there, but the kernels are not"
+    loaded = needed()
     threads = loaded.threads
     yield loaded
     loaded.set_threads(threads)

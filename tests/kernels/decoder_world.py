@@ -5,8 +5,6 @@ from __future__ import annotations
 import atexit
 import shutil
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,10 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.attention.base import BatchLayout
 from slipstream.attention.cpu import CpuBackend, CpuStep
-from slipstream.attention.kv import NUM_RESERVED_PAGES, KVCache
-from slipstream.attention.layout import build_layout, tree_ancestors
 from slipstream.kernels.cpu.attention import Turn
 from slipstream.kernels.cpu.matrix import PackedMatrix
 from slipstream.kernels.cpu.rows import RowKernels
@@ -31,6 +26,7 @@ from slipstream.layers.rope import RopeSpec
 from slipstream.layers.rotary import Rotary
 from slipstream.weights import load
 from tests.kernels.emulate import Matrix, random_matrix
+from tests.kernels.paged_world import PagedWorld, Part
 from tests.tiny_checkpoints import save, tiny
 
 # Sizes that every format takes.
@@ -129,53 +125,19 @@ def everything(
     )
 
 
-@dataclass
-class Part:
-    """What one pass feeds of one sequence: tokens behind `base`, as a prompt chunk or a verify row; parents make it a tree."""
-
-    sequence: int
-    base: int
-    tokens: Tensor
-    chunk: bool = False
-    parents: tuple[int, ...] | None = None
-
-
-class DecoderWorld:
-    """Sequences over poisoned KV, their pages dealt out in a random order. `fused`: as the model is, else layer by layer."""
+class DecoderWorld(PagedWorld):
+    """Sequences over the KV of a decoder. `fused`: as the model is, else layer by layer."""
 
     def __init__(self, model: Decoder, num_sequences: int = 1, max_len: int = 160, *, fused: bool = True) -> None:
-        self.model, self.page_size, self.max_len, self._fused = model, 16, max_len, fused
+        super().__init__(model.kv_layers, num_sequences, max_len, seed=1)
+        self.model, self._fused = model, fused
         self.backend = CpuBackend()
-        each = -(-max_len // self.page_size)
-        pages = NUM_RESERVED_PAGES + num_sequences * each
-        self.kv = KVCache(model.kv_layers, pages, self.page_size, torch.device("cpu"), poison=True)
-        order = torch.randperm(num_sequences * each, generator=torch.Generator().manual_seed(1))
-        self.tables = (order + NUM_RESERVED_PAGES).view(num_sequences, each)
 
-    def layout(self, parts: Sequence[Part]) -> BatchLayout:
-        """Chunks must come first. A pass with a tree has trees only: its chains are trees too."""
-        rows = [part for part in parts if not part.chunk]
-        ancestors = None
-        if any(part.parents is not None for part in rows):
-            width = max(len(part.tokens) for part in rows) - 1
-            chains = [part.parents or tuple(range(len(part.tokens) - 1)) for part in rows]
-            ancestors = tree_ancestors(torch.tensor([[*chain, *[0] * (width - len(chain))] for chain in chains]).view(-1, width))
-        return build_layout(
-            page_tables=self.tables[[part.sequence for part in parts]],
-            page_size=self.page_size,
-            base_lens=torch.tensor([part.base for part in parts]),
-            limits=torch.full((len(parts),), self.max_len),
-            query_lens=tuple(len(part.tokens) for part in parts),
-            max_key_lens=tuple(part.base + len(part.tokens) for part in parts),
-            num_chunks=sum(part.chunk for part in parts),
-            ancestors=ancestors,
-        )
-
-    def begin(self, *parts: Part) -> CpuStep:
+    def begin(self, *parts: Part[Tensor]) -> CpuStep:
         return self.backend.begin(self.layout(parts), self.kv)
 
     @torch.inference_mode()
-    def feed(self, *parts: Part, taps: tuple[int, ...] = ()) -> tuple[list[Tensor], list[Tensor] | None]:
+    def feed(self, *parts: Part[Tensor], taps: tuple[int, ...] = ()) -> tuple[list[Tensor], list[Tensor] | None]:
         """One pass: [tokens, hidden] of each part and, with taps, their states."""
         step, tokens = self.begin(*parts), torch.cat([part.tokens for part in parts])
         forward = type(self.model).forward if self._fused else Decoder.forward

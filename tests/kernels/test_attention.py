@@ -15,7 +15,9 @@ from slipstream.attention import cpu
 from slipstream.attention.kv import KVCache, LayerKV, from_rows, to_rows
 from slipstream.attention.reference import ReferenceBackend
 from slipstream.errors import ConfigError, InvariantBroken
-from tests.kernels.attention_world import Part, Shape, Stream, World, needed
+from tests.cpu_kernels import needed
+from tests.kernels.attention_world import Shape, Stream, World
+from tests.kernels.paged_world import Part
 
 STORED = (torch.float32, torch.bfloat16, torch.int8)
 HALF = 2.0**-8  # most that rounding to bfloat16 changes, relatively

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from slipstream.attention.layout import build_layout, tree_ancestors
-from tests.kernels.attention_world import Part, Shape, Stream, World, needed, whole
+from tests.cpu_kernels import needed
+from tests.kernels.attention_world import Shape, Stream, World, whole
+from tests.kernels.paged_world import Part
 
 STORED = (torch.float32, torch.bfloat16, torch.int8)
 SHAPES = {

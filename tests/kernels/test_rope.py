@@ -10,7 +10,9 @@ from slipstream.kernels.cpu.attention import AttentionBatch, LayerTensors, Turn
 from slipstream.layers.norm import HeadNorm
 from slipstream.layers.rope import RopeSpec
 from slipstream.layers.rotary import Rotary
-from tests.kernels.attention_world import Part, Shape, Stream, World, needed
+from tests.cpu_kernels import needed
+from tests.kernels.attention_world import Shape, Stream, World
+from tests.kernels.paged_world import Part
 
 CPU = torch.device("cpu")
 SPECS = {

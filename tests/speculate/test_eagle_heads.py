@@ -14,7 +14,6 @@ from slipstream.attention.kv import KVCache
 from slipstream.attention.layout import build_layout
 from slipstream.attention.reference import ReferenceBackend
 from slipstream.errors import ConfigError, ModelError
-from slipstream.kernels.choice import why_not_kernels
 from slipstream.layers.decoder import Decoder
 from slipstream.speculate.heads.checkpoint import load_head
 from slipstream.speculate.heads.layers import DraftHead
@@ -25,6 +24,7 @@ from slipstream.testing.tiny import tiny_checkpoint, tiny_model
 from slipstream.types import SamplingParams
 from slipstream.weights import load
 from slipstream.weights.loaded import Numbers
+from tests.cpu_kernels import NEEDS_KERNELS
 from tests.engine.harness import Job, assert_equal, reference, run
 from tests.speculate.eagle_heads import AUX, HIDDEN, VOCAB, PlainHead, plain_target, random_head, through_files
 
@@ -62,7 +62,7 @@ def compare(plain: PlainHead, loaded: DraftHead) -> None:
         assert torch.allclose(loaded.logits(got), plain.logits(plain_target("llama"), wanted), atol=1e-4)
 
 
-@pytest.mark.skipif(why_not_kernels("auto", "float32", "cpu") is not None, reason="the CPU kernels do not run here")
+@NEEDS_KERNELS
 @pytest.mark.parametrize("kind", [1, 3])
 def test_a_quantised_head_is_multiplied_by_the_kernels(tmp_path: Path, kind: int) -> None:
     """As torch multiplies the same quantised weights; in 8 bits it is near the plain head, and not the same."""

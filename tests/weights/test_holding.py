@@ -15,7 +15,6 @@ from torch import Tensor
 
 from slipstream.cli.show import stored_tensors
 from slipstream.errors import ModelError
-from slipstream.kernels.choice import why_not_kernels
 from slipstream.kernels.formats import Format
 from slipstream.layers.decoder import Decoder
 from slipstream.layers.embedding import Embedding
@@ -26,6 +25,7 @@ from slipstream.weights.loaded import Numbers
 from slipstream.weights.quantize import quantize
 from slipstream.weights.source import resolve
 from slipstream.weights.text_side import open_checkpoint
+from tests.cpu_kernels import NEEDS_KERNELS
 from tests.gguf_checkpoints import write
 from tests.paged import logits_in_chunks
 from tests.real_models import smollm2
@@ -38,11 +38,6 @@ MIXED = {
     "attn_q": Kind.Q4_0, "attn_k": Kind.Q8_0, "attn_v": Kind.Q4_1, "ffn_gate": Kind.Q5_0, "ffn_up": Kind.Q8_0,
     "ffn_down": Kind.Q4_1, "output": Kind.Q8_0, "token_embd": Kind.Q5_0, "attn_output": Kind.F16,
 }  # fmt: skip
-
-NEEDS_KERNELS = pytest.mark.skipif(
-    (why := why_not_kernels("auto", "float32", "cpu")) is not None, reason=f"the CPU kernels do not run here: {why}"
-)
-
 
 def logits(loaded: LoadedModel, tokens: Tensor = TOKENS) -> Tensor:
     return logits_in_chunks(loaded.model, tokens, (4,) if len(tokens) < 10 else (len(tokens),), page_size=4)
@@ -258,7 +253,9 @@ def test_a_bfloat16_table_gives_rows_in_the_states_dtype() -> None:
 MEASURE = """
 import os, sys, threading, time
 import torch
-from slipstream.weights.loading import load  # noqa: F401 - whatever loading imports is there before
+from slipstream.weights.loading import load
+
+assert load  # whatever loading imports is there before
 
 def own(field):
     with open("/proc/self/status") as file:
