@@ -10,7 +10,9 @@ for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ.setdefault(_name, "1")
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["HF_HUB_OFFLINE"] = "1"
-for _name in [name for name in os.environ if name.startswith("SLIPSTREAM_") and name != "SLIPSTREAM_CACHE"]:
+# Where fetched models are kept, and the switch that masks what the CPU can do.
+KEPT = ("SLIPSTREAM_CACHE", "SLIPSTREAM_CPU_ISA")
+for _name in [name for name in os.environ if name.startswith("SLIPSTREAM_") and name not in KEPT]:
     del os.environ[_name]
 
 # A shell lets what it starts in the background ignore Ctrl-C, which some tests press.
