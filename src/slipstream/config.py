@@ -149,7 +149,12 @@ class EngineConfig(BaseModel):
         "Whether our own kernels multiply on the CPU: where they can, with activations rounded to 8 bits for quantised weights "
         "and to bfloat16 for bfloat16 (auto), in float32 throughout (exact), or never (off).",
     )
-    attention_backend: str = _setting("Decoding", "auto", "Attention implementation; auto takes our CPU kernels where they run, else the reference.", min_length=1)
+    attention_backend: str = _setting(
+        "Decoding",
+        "auto",
+        "Attention implementation; auto takes our CPU kernels where they run, else the reference.",
+        min_length=1,
+    )
     logprobs_mode: Literal["raw", "processed"] = _setting(
         "Decoding", "raw", "Logprobs of the model's own logits, or of what penalties, masks and temperature made of them."
     )
