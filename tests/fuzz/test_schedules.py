@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import subprocess
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.cache.ledger import Ledger
+from slipstream.engine.executor import nothing
 from slipstream.engine.plan import StepPlan, StepResult
 from slipstream.engine.runner import Runner
 from slipstream.engine.scheduler import Launched
@@ -66,8 +68,8 @@ def test_schedules_reach_what_they_are_for() -> None:
     seen: Counter[str] = Counter()
     original = Runner.run
 
-    def spy(self: Runner, plan: StepPlan) -> StepResult:
-        result = original(self, plan)
+    def spy(self: Runner, plan: StepPlan, computes: Callable[[], None] = nothing) -> StepResult:
+        result = original(self, plan, computes)
         widths = [row.num_nodes for row in plan.rows]
         seen["steps"] += 1
         seen["chunks and rows in one step"] += bool(plan.chunks and plan.rows)
@@ -126,9 +128,9 @@ def test_a_draft_model_that_is_the_model_is_right_whatever_it_missed() -> None:
     seen: Counter[str] = Counter()
     original = Runner.run
 
-    def spy(self: Runner, plan: StepPlan) -> StepResult:
+    def spy(self: Runner, plan: StepPlan, computes: Callable[[], None] = nothing) -> StepResult:
         lengths = [int(self.relay._lengths[row.slot]) for row in plan.rows]
-        result = original(self, plan)
+        result = original(self, plan, computes)
         first = len(plan.sampled) - len(plan.rows)
         for place, (row, length) in enumerate(zip(plan.rows, lengths, strict=True), first):
             masked = row.slot in self._masks._constrained  # a draft knows nothing of grammars

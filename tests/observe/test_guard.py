@@ -151,6 +151,6 @@ def test_the_sampler_reads_only_what_it_declares(asked: Asked, vocab_size: int) 
     step = step_of(rows, [(0, 0), (0, 1), (0, 2), (1, 0)], vocab_size)
     logits = torch.randn(4, vocab_size)
     with torch.inference_mode(), SyncGuard():
-        choose(logits, step.rows, step.nodes, step.masks)
+        choose(logits, step.rows, lambda: step.nodes, step.masks)
         process(logits, step.rows, step.nodes, step.masks)
         perturbed(logits, step.rows, step.nodes, step.masks)

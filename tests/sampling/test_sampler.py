@@ -30,7 +30,7 @@ def assert_step(rows: list[Row], places: list[tuple[int, int]], logits: list[Arr
     before = given_logits.clone()
     scores = process(given_logits, step.rows, step.nodes, step.masks).numpy()
     noisy = perturbed(given_logits, step.rows, step.nodes, step.masks).numpy()
-    chosen = choose(given_logits, step.rows, step.nodes, step.masks)
+    chosen = choose(given_logits, step.rows, lambda: step.nodes, step.masks)
     assert torch.equal(given_logits, before), "the logits were written"
     for i, (r, n) in enumerate(places):
         row = rows[r]
@@ -185,7 +185,7 @@ def test_logits_that_are_not_finite_are_seen_and_give_a_token_that_exists(asked:
     logits[0, 7] = bad
     rows = [Row(asked, [3]), Row(asked, [3])]
     step = step_of(rows, [(0, 0), (1, 0)], vocab_size)
-    chosen = choose(logits, step.rows, step.nodes)
+    chosen = choose(logits, step.rows, lambda: step.nodes)
     assert 0 <= int(chosen.tokens[0]) < vocab_size and not math.isfinite(chosen.scores[0])
     alone = step_of(rows[1:], [(0, 0)], vocab_size)
     assert math.isfinite(chosen.scores[1]) and int(chosen.tokens[1]) == int(sample(logits[1:], alone.rows, alone.nodes))
@@ -196,7 +196,7 @@ def test_logits_that_are_not_finite_are_seen_and_give_a_token_that_exists(asked:
 def test_masks_that_leave_no_token_are_seen(asked: Asked, vocab_size: int) -> None:
     row = Row(Asked(**{**vars(asked), "allowed_token_ids": (4,), "bad_words": ((4,),)}), [3])
     step = step_of([row], [(0, 0)], vocab_size)
-    assert float(choose(torch.zeros(1, vocab_size), step.rows, step.nodes).scores) == -math.inf
+    assert float(choose(torch.zeros(1, vocab_size), step.rows, lambda: step.nodes).scores) == -math.inf
 
 
 def test_an_all_greedy_step_is_one_argmax(monkeypatch: pytest.MonkeyPatch) -> None:

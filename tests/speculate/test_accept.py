@@ -202,7 +202,7 @@ def test_rows_of_several_drafters_keep_their_q(parents: list[int] | None) -> Non
         even, odd = game.slots[::2], game.slots[1::2]
         drawn, other = drawn_chain(2)(game), certain([1, 2, 3], parents)(game)
         groups = [(rows, game.roots()[rows], _rows(draft, rows)) for rows, draft in ((odd, other), (even, drawn))]
-        roots, draft = _merged(groups, len(game.slots), 3)
+        roots, draft = _merged(groups, 3)
         assert torch.equal(roots, game.roots())
         return draft
 

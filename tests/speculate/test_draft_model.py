@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -16,6 +17,7 @@ from slipstream.attention.base import AttentionStep
 from slipstream.attention.kv import KVCache
 from slipstream.config import EngineConfig
 from slipstream.engine.build import pick_num_pages
+from slipstream.engine.executor import nothing
 from slipstream.engine.memory import Memory, plan_memory
 from slipstream.engine.plan import StepPlan, StepResult
 from slipstream.engine.runner import Runner
@@ -104,9 +106,9 @@ def test_the_target_itself_is_accepted_whole(width: int, lag: int, page_size: in
     cell = {"lag": lag, "page_size": page_size, "chunk": chunk}
     original, full, drafted, short = Runner.run, 0, 0, 0
 
-    def spy(self: Runner, plan: StepPlan) -> StepResult:
+    def spy(self: Runner, plan: StepPlan, computes: Callable[[], None] = nothing) -> StepResult:
         nonlocal full, drafted, short
-        result = original(self, plan)
+        result = original(self, plan, computes)
         for accepted, nodes in zip(result.accept_lens, result.num_drafted, strict=True):
             assert nodes <= accepted <= nodes + 1, (plan, result)
             full, drafted, short = full + (nodes == width), drafted + nodes, short + (accepted == nodes)
@@ -128,10 +130,10 @@ def test_cached_and_copied_pages_hold_its_kv_too(lag: int, page_size: int) -> No
     copies, hits = [], []
     original = Runner.run
 
-    def spy(self: Runner, plan: StepPlan) -> StepResult:
+    def spy(self: Runner, plan: StepPlan, computes: Callable[[], None] = nothing) -> StepResult:
         copies.extend(plan.page_copies)
         hits.extend(admit.computed_len for admit in plan.admits)
-        return original(self, plan)
+        return original(self, plan, computes)
 
     answers: dict[str, Answer] = {}
     jobs = {f"s{n}": replace(base, seed=n) for n in range(3)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from unittest import mock
@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from slipstream.engine.executor import nothing
 from slipstream.engine.plan import StepPlan, StepResult
 from slipstream.engine.runner import Runner
 from slipstream.relay import DraftInput, RelayPayload
@@ -51,8 +52,8 @@ def accept_lens() -> Iterator[list[list[int]]]:
     seen: list[list[int]] = []
     original = Runner.run
 
-    def spy(self: Runner, plan: StepPlan) -> StepResult:
-        result = original(self, plan)
+    def spy(self: Runner, plan: StepPlan, computes: Callable[[], None] = nothing) -> StepResult:
+        result = original(self, plan, computes)
         seen.append(result.accept_lens.tolist())
         return result
 

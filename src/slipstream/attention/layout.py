@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import functools
 
 import numpy as np
 import torch
@@ -10,6 +10,8 @@ from torch import Tensor
 
 from slipstream.attention.base import BatchLayout
 from slipstream.attention.kv import SCRATCH_PAGE
+
+NUM_KEPT = 256  # of the layouts' constant parts: most steps are like one before
 
 
 def tree_ancestors(parents: Tensor) -> Tensor:
@@ -38,7 +40,7 @@ def build_layout(
     first_keys: Tensor | None = None,
     num_earlier: int = 0,
 ) -> BatchLayout:
-    """Lay out S segments; the first `num_chunks` are prompt chunks, the rest verify rows.
+    """Lay out S segments of a token or more; the first `num_chunks` are prompt chunks, the rest verify rows.
 
     A draft tree that grows level by level is one segment over several passes (no chunks, no windows); a pass attends to the nodes
     that the passes before it wrote:
@@ -58,24 +60,18 @@ def build_layout(
         num_earlier: nodes of each segment that earlier passes wrote, counted in `ancestors` and in `max_key_lens` (host).
     """
     device = page_tables.device
-    lens = np.asarray(query_lens, dtype=np.int64)
-    num_segments = len(query_lens)
-    segment_np = np.repeat(np.arange(num_segments), lens)
-    starts = np.fromiter(itertools.accumulate(query_lens, initial=0), dtype=np.int64, count=num_segments + 1)[:-1]
-    index_np = np.arange(segment_np.shape[0]) - np.repeat(starts, lens) + num_earlier
-    segment, index = torch.from_numpy(segment_np).to(device), torch.from_numpy(index_np).to(device)
-
-    base = base_lens.index_select(0, segment)
-    limit = limits.index_select(0, segment)
+    segment, index, lens = _places(query_lens, num_earlier, device)
+    base, limit, table = base_lens, limits, page_tables
+    if len(segment) != len(query_lens):
+        base, limit, table = (each.index_select(0, segment) for each in (base, limit, table))
     key = base + index
-    table = page_tables.index_select(0, segment)
     last_page = page_tables.shape[1] - 1
     page = table.gather(1, (key // page_size).clamp(max=last_page)[:, None])[:, 0]
     scratch = SCRATCH_PAGE * page_size
     write_slots = torch.where(key < limit, page * page_size + key % page_size, scratch)
 
     keys = torch.arange(max(max_key_lens), device=device)
-    ends = torch.minimum(base_lens + torch.from_numpy(lens).to(device) + num_earlier, limits)
+    ends = torch.minimum(base_lens + lens, limits)
     if first_keys is None:
         read_slots = page_tables.index_select(1, (keys // page_size).clamp(max=last_page)) * page_size + keys % page_size
     else:
@@ -85,8 +81,8 @@ def build_layout(
 
     positions, mask = key, None
     if ancestors is not None:
-        flat = torch.zeros((segment_np.shape[0], ancestors.shape[2]), dtype=torch.bool, device=device)
-        first = int(lens[:num_chunks].sum())
+        flat = torch.zeros((len(segment), ancestors.shape[2]), dtype=torch.bool, device=device)
+        first = sum(query_lens[:num_chunks])
         rows = segment[first:] - num_chunks
         flat[first:] = ancestors[rows, index[first:]]
         mask = flat
@@ -95,3 +91,12 @@ def build_layout(
     positions = torch.minimum(positions, limit - 1)
     seen = base_lens if first_keys is None else base_lens - first_keys
     return BatchLayout(query_lens, max_key_lens, num_chunks, segment, index, positions, seen, write_slots, read_slots, mask)
+
+
+@functools.lru_cache(maxsize=NUM_KEPT)
+def _places(query_lens: tuple[int, ...], num_earlier: int, device: torch.device) -> tuple[Tensor, ...]:
+    """Segment of each token, its place in it, and the places of each segment, `num_earlier` counted. Not to be written to."""
+    lens = np.asarray(query_lens, dtype=np.int64)
+    segment = np.repeat(np.arange(len(lens)), lens)
+    place = np.arange(len(segment)) - np.repeat(np.cumsum(lens) - lens, lens) + num_earlier
+    return tuple(torch.from_numpy(each).to(device) for each in (segment, place, lens + num_earlier))

@@ -195,10 +195,8 @@ class _Bench:
         import torch
 
         from slipstream.cli.timed_engine import TimedEngine
-        from slipstream.engine.build import load_configured
+        from slipstream.engine.build import forward_threads, load_configured
 
-        if config.num_threads is not None:
-            torch.set_num_threads(config.num_threads)
         with progress() as on_progress:
             loaded = load_configured(config, on_progress)
         self._args = args
@@ -210,7 +208,7 @@ class _Bench:
             "slipstream": slipstream.__version__,
             "model": loaded.name,
             "dtype": str(loaded.dtype).removeprefix("torch."),
-            "num_threads": torch.get_num_threads(),
+            "num_threads": forward_threads(loaded),
             "torch": torch.__version__,
             "systems": [name for name in configs if name != OFF],
             "accept": args.rules or [config.accept],

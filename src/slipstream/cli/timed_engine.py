@@ -3,7 +3,7 @@
 Time waiting for the GIL, in three parts:
 
     host, working    between two waits for results the scheduler thread runs or stands still: wall time less its CPU time
-    host, waking     a result is there, and the scheduler thread is not yet: from the end of the step to the return of `result`
+    host, waking     a result is handed over, and the scheduler thread is not there yet: until the return of `result`
     device thread    within a step, wall time less the thread's CPU time
 
 At lag 0 no other thread runs Python while one of the two works, so what these show there is the machine's own noise (and,
@@ -14,14 +14,14 @@ threads fill them all: `--num-threads` one below the number of cores leaves the 
 from __future__ import annotations
 
 import time
-from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from slipstream.config import EngineConfig
 from slipstream.engine.build import assemble_engine
-from slipstream.engine.executor import Device, StepHandle, ThreadExecutor
+from slipstream.engine.executor import Device, StepHandle, ThreadExecutor, nothing
 from slipstream.engine.plan import StepPlan, StepResult
 from slipstream.seeds import seed_i
 from slipstream.text.detokenize import StopScanner
@@ -35,7 +35,7 @@ Ids = list[int]
 class Sample:
     """One batch. Seconds; `cpu_s` is of the whole process. From `num_steps` on 0 where a system has no such thing.
 
-    `host_s`: planning and settling. `wait_s`: waiting for results, of which `host_wake_s` after the result was there.
+    `host_s`: planning and settling. `wait_s`: waiting for results, of which `host_wake_s` after the result was handed over.
     `device_s`: in steps. `host_off_cpu_s`, `device_off_cpu_s`: what the two threads stood still for, see above.
     `num_drafted`, `num_accepted`: draft nodes verified, and those of them that became part of an answer.
     """
@@ -65,20 +65,23 @@ class System(Protocol):
 
 
 class _TimedDevice:
-    """A device that adds up its thread's off-CPU time and notes when its steps ended, and what those without a prompt took."""
+    """A device that adds up its thread's off-CPU time, and notes when results are handed over and what steps took."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self.off_cpu_s = 0.0
-        self.ended_s: deque[float] = deque()
+        self.handed_over_s = 0.0  # when a result was, last: where the step behind it begins to compute, or a step ends
         self.step_s: defaultdict[int, list[float]] = defaultdict(list)
 
-    def run(self, plan: StepPlan) -> StepResult:
+    def run(self, plan: StepPlan, computes: Callable[[], None] = nothing) -> StepResult:
+        def noted() -> None:
+            self.handed_over_s = time.perf_counter()
+            computes()
+
         wall, cpu = time.perf_counter(), time.thread_time()
-        result = self._device.run(plan)
-        ended = time.perf_counter()
-        self.off_cpu_s += ended - wall - (time.thread_time() - cpu)
-        self.ended_s.append(ended)
+        result = self._device.run(plan, noted)
+        self.handed_over_s = time.perf_counter()
+        self.off_cpu_s += self.handed_over_s - wall - (time.thread_time() - cpu)
         if plan.rows and not plan.chunks:
             drafting_s = sum(result.propose_s.values()) + sum(result.observe_s.values())
             self.step_s[plan.num_tokens].append(result.device_s - drafting_s)
@@ -89,7 +92,7 @@ class _TimedDevice:
 
 
 class _TimedHandle:
-    """A step whose waiter's waking is timed. Steps are waited for in their order, so the oldest end is this one's."""
+    """A step whose waiter's waking is timed."""
 
     def __init__(self, handle: StepHandle, executor: _TimedExecutor) -> None:
         self._handle = handle
@@ -101,7 +104,7 @@ class _TimedHandle:
     def result(self) -> StepResult:
         called = time.perf_counter()
         result = self._handle.result()
-        self._executor.wake_s += time.perf_counter() - max(called, self._executor.device.ended_s.popleft())
+        self._executor.wake_s += time.perf_counter() - max(called, self._executor.device.handed_over_s)
         return result
 
 

@@ -66,8 +66,6 @@ def default_chooser(shapes: Mapping[str, Shape], config: EngineConfig) -> Choose
 def build_engine(config: EngineConfig, on_progress: Callable[[str, float], None] | None = None) -> tuple[Engine, LoadedModel]:
     """Load the configured model and build an engine around it; `on_progress(phase, fraction)` is told how far it is."""
     check_startup(config)
-    if config.num_threads is not None:
-        torch.set_num_threads(config.num_threads)
     loaded = load_configured(config, on_progress)
     if on_progress is not None:
         on_progress("building engine", 0.0)
@@ -75,8 +73,10 @@ def build_engine(config: EngineConfig, on_progress: Callable[[str, float], None]
 
 
 def load_configured(config: EngineConfig, on_progress: Callable[[str, float], None] | None = None) -> LoadedModel:
-    """Load the configured model to the configured device."""
+    """Load the configured model to the configured device, and share the cores out."""
     device = pick_device(config.device)
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
     loaded = load(
         config.model,
         dtype=config.dtype,
@@ -87,9 +87,17 @@ def load_configured(config: EngineConfig, on_progress: Callable[[str, float], No
         max_context=config.max_model_len,
         on_progress=on_progress,
     )
-    if config.num_threads is not None and loaded.arithmetic != "torch" and (library := kernels()) is not None:
-        library.set_threads(min(config.num_threads, MAX_KERNEL_THREADS))
+    if loaded.arithmetic != "torch" and (library := kernels()) is not None:
+        torch.set_num_threads(1)  # see kernels/torch_threads.py: with more, a step of one row takes a fifth longer
+        if config.num_threads is not None:
+            library.set_threads(min(config.num_threads, MAX_KERNEL_THREADS))
     return loaded
+
+
+def forward_threads(loaded: LoadedModel) -> int:
+    """Threads that a forward pass of the model shares its work between."""
+    library = kernels() if loaded.arithmetic != "torch" else None
+    return torch.get_num_threads() if library is None else library.threads
 
 
 def engine_around(loaded: LoadedModel, config: EngineConfig) -> Engine:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -48,8 +50,8 @@ class DeviceState:
         """Write pages into a slot's table."""
         self.page_tables[delta.slot, delta.start : delta.start + len(delta.pages)] = self.upload(delta.pages)
 
-    def upload(self, values: list[int] | tuple[int, ...] | np.ndarray) -> Tensor:
-        """Host integers as an int64 tensor [n] on the device."""
+    def upload(self, values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
+        """Host integers as an int64 tensor of the same shape on the device."""
         return torch.from_numpy(np.asarray(values, dtype=np.int64)).to(self.device)
 
     def commit(self, slots: Tensor, base_lens: Tensor, tokens: Tensor, accept_lens: Tensor) -> None:

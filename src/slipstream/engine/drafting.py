@@ -13,16 +13,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from slipstream.attention.kv import KVCache
 from slipstream.engine.device_state import DeviceState
+from slipstream.engine.parts import Parts
 from slipstream.engine.plan import Chunk, Fill, StepPlan, VerifyRow
 from slipstream.engine.step_index import StepIndex
 from slipstream.errors import InvariantBroken
-from slipstream.relay import FutureMap, RelayPayload, Rows
-from slipstream.sampling.state import SamplingState
+from slipstream.relay import FutureMap, RelayPayload
+from slipstream.sampling.state import RowSampling, SamplingState
 from slipstream.speculate.accept import one_hot
 from slipstream.speculate.base import ChunkTokens, Draft, Drafter, StepContext, Verdict
 
@@ -64,89 +66,99 @@ class Drafting:
         names = {part.observer for part in plan.parts}
         return tuple(sorted({layer for name in names for layer in self._drafters[name].taps}))
 
-    def propose(self, plan: StepPlan, rows: Rows, lengths: Tensor, limits: Tensor) -> tuple[Tensor, Draft]:
-        """Roots [R] and drafts of the verify rows, clamped to what the plan and each row's limit allow."""
+    def propose(self, plan: StepPlan, parts: Parts) -> tuple[Tensor, Draft]:
+        """Roots [R] and drafts of the verify rows `parts`, clamped to what the plan and each row's limit allow."""
         width = plan.verify_width
-        groups = [self._propose_group(plan, *key, picked, rows, lengths) for key, picked in _proposing(plan.rows).items()]
+        groups = [(picked, *self._propose_group(plan, *key, picked, parts)) for key, picked in _proposing(plan.rows).items()]
         if len(groups) == 1:
             roots, draft = groups[0][1:]
             draft = _padded(draft, width)
         else:
-            roots, draft = _merged(groups, len(plan.rows), width)
+            roots, draft = _merged(groups, width)
         if width == 0:
             return roots, draft
         planned = self._state.upload([row.num_nodes for row in plan.rows])
         # As at lag 0, where the plan knows it: what nodes there are decides under --accept rejection what is said.
-        room = (limits - lengths - 2).clamp(min=0)  # the bonus comes on top
+        room = (parts.limits - parts.lengths - 2).clamp(min=0)  # the bonus comes on top
         return roots, replace(draft, num_nodes=torch.minimum(torch.minimum(draft.num_nodes, planned), room))
 
     def observe(
-        self, plan: StepPlan, index: StepIndex, rows: Rows, base_lens: Tensor, verdict: Verdict, taps: Tensor | None
+        self, plan: StepPlan, index: StepIndex, parts: Parts, sampling: RowSampling, verdict: Verdict, taps: Tensor | None
     ) -> None:
-        """Show each observer its tokens and verdicts, and stash the payload of every row that sampled."""
+        """Show each observer its tokens and verdicts, and stash the payload of every row that sampled.
+
+        Args:
+            plan, index: of the step.
+            parts: those that sampled, each at its root.
+            sampling: their parameters.
+            verdict: what was decided about them.
+            taps: states of the target at all of the step's tokens.
+        """
         layers = self.taps(plan)
         sampled = plan.sampled
         for name, picked in _observing(plan).items():
             drafter = self._drafters[name]
-            chosen = self._state.upload(picked)
-            group = Rows(rows.slots.index_select(0, chosen), rows.epochs.index_select(0, chosen))
-            own = verdict if len(picked) == len(sampled) else _select_verdict(verdict, chosen)
-            lengths = base_lens.index_select(0, chosen)
-            self._begin(drafter, [sampled[i] for i in picked], group.slots, lengths)
-            ctx = self._context(drafter, [sampled[i] for i in picked], group, lengths)
-            ctx = replace(ctx, chunks=self._chunks(plan, index, name))
+            planned = [sampled[i] for i in picked]
+            group, own, rows = parts, verdict, sampling
+            if len(picked) < len(sampled):
+                chosen = self._state.upload(picked)
+                group, own, rows = parts.at(chosen), _select_verdict(verdict, chosen), self._rows_of(planned)
+            self._begin(drafter, planned, group)
+            ctx = replace(self._context(drafter, planned, group, rows), chunks=self._chunks(plan, index, name))
             seen = None if taps is None else self._own_taps(plan, index, name, taps, layers)
             with _timed(name, self._observe_s):
                 extras = drafter.observe(ctx, own, seen)
             if picked:
-                self._relay.stash(group, RelayPayload.from_draft_input(own.bonus_tokens, extras), name)
+                self._relay.stash(group.rows, RelayPayload.from_draft_input(own.bonus_tokens, extras), name)
 
     def _propose_group(
-        self, plan: StepPlan, relayed_by: str, name: str, picked: list[int], rows: Rows, lengths: Tensor
-    ) -> tuple[Tensor, Tensor, Draft]:
-        chosen = self._state.upload(picked)
-        group = Rows(rows.slots.index_select(0, chosen), rows.epochs.index_select(0, chosen))
-        payload = self._relay.resolve(group, relayed_by)
+        self, plan: StepPlan, relayed_by: str, name: str, picked: list[int], parts: Parts
+    ) -> tuple[Tensor, Draft]:
+        planned = [plan.rows[i] for i in picked]
+        group = parts if len(picked) == len(parts) else parts.at(self._state.upload(picked))
+        payload = self._relay.resolve(group.rows, relayed_by)
         if relayed_by != name:
             payload = RelayPayload(payload.bonus_tokens)
-        planned = [plan.rows[i] for i in picked]
         width = max(row.num_nodes for row in planned)
         if width == 0:
             bonus = payload.bonus_tokens
-            return chosen, bonus, Draft(bonus.new_empty((len(picked), 0)), torch.zeros_like(bonus))
+            return bonus, Draft(bonus.new_empty((len(picked), 0)), torch.zeros_like(bonus))
         drafter = self._drafters[name]
-        ctx = self._context(drafter, planned, group, lengths.index_select(0, chosen))
+        ctx = self._context(drafter, planned, group, self._rows_of(planned))
         with _timed(name, self._propose_s):
             draft = drafter.propose(ctx, payload, width)
         _check_probs(name, draft)
-        return chosen, payload.bonus_tokens, draft
+        return payload.bonus_tokens, draft
 
-    def _begin(self, drafter: Drafter, planned: Sequence[Chunk | VerifyRow], slots: Tensor, lengths: Tensor) -> None:
+    def _rows_of(self, planned: Sequence[Chunk | VerifyRow]) -> RowSampling:
+        return self._sampling.rows([part.slot for part in planned])
+
+    def _begin(self, drafter: Drafter, planned: Sequence[Chunk | VerifyRow], group: Parts) -> None:
         """Where a drafter that cannot catch up begins to watch a row, its KV is whole from there on."""
         new = [i for i, part in enumerate(planned) if isinstance(part, VerifyRow) and part.observer != part.relayed_by]
         if new and drafter.kv_layers and not drafter.catches_up:
             chosen = self._state.upload(new)
-            self._state.draft_from.index_copy_(0, slots.index_select(0, chosen), lengths.index_select(0, chosen))
+            begun = group.rows.slots.index_select(0, chosen)
+            self._state.draft_from.index_copy_(0, begun, group.lengths.index_select(0, chosen))
 
     def _draft_from(self, drafter: Drafter, slots: Tensor) -> Tensor:
         return torch.zeros_like(slots) if drafter.catches_up else self._state.draft_from.index_select(0, slots)
 
     def _context(
-        self, drafter: Drafter, planned: Sequence[Chunk | VerifyRow], rows: Rows, lengths: Tensor
+        self, drafter: Drafter, planned: Sequence[Chunk | VerifyRow], group: Parts, sampling: RowSampling
     ) -> StepContext:
-        state = self._state
         return StepContext(
-            slots=rows.slots,
-            epochs=rows.epochs,
-            lengths=lengths,
-            limits=state.limits.index_select(0, rows.slots),
+            slots=group.rows.slots,
+            epochs=group.rows.epochs,
+            lengths=group.lengths,
+            limits=group.limits,
             max_lens=tuple(part.max_len for part in planned),
             num_nodes=tuple(part.num_nodes for part in planned),
-            page_tables=state.page_tables.index_select(0, rows.slots),
-            history=state.history,
-            sampling=self._sampling.rows([part.slot for part in planned]),
+            page_tables=group.page_tables,
+            history=self._state.history,
+            sampling=sampling,
             kv=self._kv,
-            draft_from=self._draft_from(drafter, rows.slots),
+            draft_from=self._draft_from(drafter, group.rows.slots),
         )
 
     def _chunks(self, plan: StepPlan, index: StepIndex, name: str) -> ChunkTokens | None:
@@ -242,10 +254,10 @@ def _padded(draft: Draft, width: int) -> Draft:
     )
 
 
-def _merged(groups: list[tuple[Tensor, Tensor, Draft]], num_rows: int, width: int) -> tuple[Tensor, Draft]:
+def _merged(groups: list[tuple[list[int], Tensor, Draft]], width: int) -> tuple[Tensor, Draft]:
     """One draft of all groups' rows; chains become trees where any group has a tree."""
-    chosen = torch.cat([group[0] for group in groups])
-    order = torch.argsort(chosen)
+    places = [place for picked, _, _ in groups for place in picked]
+    order = torch.from_numpy(np.argsort(places)).to(groups[0][1].device)
     drafts = [_padded(group[2], width) for group in groups]
     roots = torch.cat([group[1] for group in groups]).index_select(0, order)
     parents = None

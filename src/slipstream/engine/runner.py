@@ -8,21 +8,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.attention.base import AttentionBackend
+from slipstream.attention.base import AttentionBackend, AttentionStep
 from slipstream.attention.kv import SCRATCH_PAGE, KVCache
 from slipstream.attention.layout import build_layout
 from slipstream.engine.device_state import DeviceState
 from slipstream.engine.drafting import Drafting
+from slipstream.engine.executor import nothing
 from slipstream.engine.masks import MaskPort
 from slipstream.engine.page_moves import PageMoves
-from slipstream.engine.plan import StepPlan, StepResult
+from slipstream.engine.parts import Parts
+from slipstream.engine.plan import IntArray, StepPlan, StepResult
 from slipstream.engine.prompt_logprobs import prompt_logprobs
 from slipstream.engine.row_logprobs import LogprobsMode, RowLogprobs
 from slipstream.engine.step_index import StepIndex
@@ -88,39 +91,40 @@ class Runner:
         self._logprobs = RowLogprobs(logprobs_mode)
 
     @torch.inference_mode()
-    def run(self, plan: StepPlan) -> StepResult:
-        """Compute one step and bring its result to the host."""
+    def run(self, plan: StepPlan, computes: Callable[[], None] = nothing) -> StepResult:
+        """Compute one step and bring its result to the host. See `Device`."""
         started = time.perf_counter()
         guard: AbstractContextManager[object] = SyncGuard() if self._debug else nullcontext()
         with guard:
             self._apply(plan)
             index = StepIndex.of(plan, self._device)
-            rows = Rows(*(self.state.upload([getattr(part, field) for part in plan.parts]) for field in ("slot", "epoch")))
-            limits = self.state.limits.index_select(0, rows.slots)
-            bases = self._base_lens(plan, rows)
-            roots, draft = self._propose(plan, rows, bases, limits)
-            sampled = self._sampled_rows(plan, index, rows, bases, limits, roots, draft)
+            parts = self._parts(plan)
+            roots, draft = self._propose(plan, parts)
+            at_roots = self._at_roots(index, parts)
+            sampled = self._sampled_rows(plan, index, at_roots, roots, draft)
 
             masks = self._masks.start(plan, sampled)
-            hidden, taps = self._forward(plan, index, rows, bases, limits, sampled)
-            logits = self.model.logits(hidden.index_select(0, index.sampled))
+            given, attention = self._tokens(plan, index, sampled), self._begin(plan, index, parts, sampled)
+            computes()
+            hidden, taps = self.model.forward(given, attention, self._drafting.taps(plan))
+            logits = self.model.logits(hidden.index_select(0, index.sampled) if plan.chunks else hidden)
             if self._num_known_ids < logits.shape[1]:
                 logits[:, self._num_known_ids :] = -torch.inf
             params = self.sampling.rows([part.slot for part in plan.sampled])
             allowed = masks.wait()
             verdict = verify(logits, sampled, params, allowed, self._accept)
 
-            self._publish(plan, index, rows, bases, verdict)
+            self._publish(index, parts, verdict)
             self.state.commit(sampled.slots, sampled.base_lens, verdict.tokens, verdict.accept_lens)
             if draft.parents is not None:
-                self._compact(sampled, verdict)
-            who = Rows(sampled.slots, rows.epochs.index_select(0, index.sampled_parts))
-            self._drafting.observe(plan, index, who, sampled.base_lens, verdict, taps)
+                self._compact(at_roots, verdict)
+            self._drafting.observe(plan, index, at_roots, params, verdict, taps)
             logprobs = self._logprobs.of(plan, sampled, logits, params, verdict, allowed)
             of_prompts = prompt_logprobs(plan, index, hidden, self.state.history, self.model)
+            counts = torch.stack([verdict.accept_lens, sampled.draft.num_nodes, verdict.non_finite], 1)
             with declared("the result travels to the host"):
-                tokens, accept_lens = verdict.tokens.numpy(force=True), verdict.accept_lens.numpy(force=True)
-                num_drafted, non_finite = sampled.draft.num_nodes.numpy(force=True), verdict.non_finite.numpy(force=True)
+                taken: IntArray = torch.cat([counts, verdict.tokens], 1).numpy(force=True)
+        accept_lens, num_drafted, non_finite, tokens = taken[:, 0], taken[:, 1], taken[:, 2], taken[:, 3:]
         propose_s, observe_s = self._drafting.take_seconds()
         # Tokens of sick logits mean nothing; a matcher that took them would blame the grammar.
         sound = np.where(non_finite < 0, accept_lens, non_finite)
@@ -165,42 +169,48 @@ class Runner:
         if plan.page_saves or plan.page_loads or plan.page_copies:
             self._pages.move(plan)
 
-    def _base_lens(self, plan: StepPlan, rows: Rows) -> Tensor:
-        """[C + R] int64 keys from earlier steps: the plan knows where chunks start, the relay how long decoding rows are."""
-        starts = self.state.upload([chunk.start for chunk in plan.chunks])
-        return torch.cat([starts, self.relay.lengths(rows[len(plan.chunks) :])])
+    def _parts(self, plan: StepPlan) -> Parts:
+        """The plan knows where chunks start, the relay how long decoding rows are."""
+        named = self.state.upload([[part.slot for part in plan.parts], [part.epoch for part in plan.parts]])
+        rows = self.relay.looked_up(Rows(named[0], named[1]))
+        lengths = self.relay.lengths(rows)
+        if plan.chunks:
+            starts = self.state.upload([chunk.start for chunk in plan.chunks])
+            lengths = torch.cat([starts, lengths[len(starts) :]])
+        limits, tables = (each.index_select(0, rows.slots) for each in (self.state.limits, self.state.page_tables))
+        return Parts(rows, lengths, limits, tables)
 
-    def _propose(self, plan: StepPlan, rows: Rows, bases: Tensor, limits: Tensor) -> tuple[Tensor, Draft]:
-        first = len(plan.chunks)
+    def _propose(self, plan: StepPlan, parts: Parts) -> tuple[Tensor, Draft]:
         if plan.rows:
-            return self._drafting.propose(plan, rows[first:], bases[first:], limits[first:])
-        none = bases.new_empty(0)
+            return self._drafting.propose(plan, parts[len(plan.chunks) :] if plan.chunks else parts)
+        none = parts.lengths.new_empty(0)
         return none, Draft(none.view(0, 0), none)
 
-    def _sampled_rows(
-        self, plan: StepPlan, index: StepIndex, rows: Rows, bases: Tensor, limits: Tensor, roots: Tensor, draft: Draft
-    ) -> SampledRows:
-        """Last chunks, as rows without a draft whose root is the last prompt token; behind them the verify rows."""
-        first, num_last = len(plan.chunks), index.num_last
-        roots_at = torch.cat([bases[:first] + self.state.upload(index.query_lens[:first]) - 1, bases[first:]])
-        slots = rows.slots.index_select(0, index.sampled_parts)
-        base_lens = roots_at.index_select(0, index.sampled_parts)
-        last_roots = self.state.history[slots[:num_last], base_lens[:num_last]]
-        pad = torch.nn.functional.pad
-        whole = Draft(
-            tokens=pad(draft.tokens, (0, 0, num_last, 0)),
-            num_nodes=pad(draft.num_nodes, (num_last, 0)),
-            parents=None if draft.parents is None else pad(draft.parents, (0, 0, num_last, 0)),
-            # Not copied where nothing is added: it is large.
-            probs=pad(draft.probs, (0, 0, 0, 0, num_last, 0)) if draft.probs is not None and num_last else draft.probs,
-        )
+    def _at_roots(self, index: StepIndex, parts: Parts) -> Parts:
+        """The parts that sample. A last chunk is a row whose root is the last prompt token; the verify rows come behind."""
+        if not index.num_chunks:
+            return parts
+        return replace(parts, lengths=parts.lengths + index.chunk_roots).at(index.sampled_parts)
+
+    def _sampled_rows(self, plan: StepPlan, index: StepIndex, at_roots: Parts, roots: Tensor, draft: Draft) -> SampledRows:
+        """Last chunks, as rows without a draft; behind them the verify rows."""
+        slots, base_lens, num_last = at_roots.rows.slots, at_roots.lengths, index.num_last
+        if num_last:
+            roots = torch.cat([self.state.history[slots[:num_last], base_lens[:num_last]], roots])
+            pad = torch.nn.functional.pad
+            draft = Draft(
+                tokens=pad(draft.tokens, (0, 0, num_last, 0)),
+                num_nodes=pad(draft.num_nodes, (num_last, 0)),
+                parents=None if draft.parents is None else pad(draft.parents, (0, 0, num_last, 0)),
+                probs=None if draft.probs is None else pad(draft.probs, (0, 0, 0, 0, num_last, 0)),
+            )
         return SampledRows(
             slots=slots,
             base_lens=base_lens,
-            limits=limits.index_select(0, index.sampled_parts),
-            roots=torch.cat([last_roots, roots]),
-            draft=whole,
-            ancestors=row_ancestors(whole),
+            limits=at_roots.limits,
+            roots=roots,
+            draft=draft,
+            ancestors=row_ancestors(draft),
             flat_row=index.flat_row,
             flat_node=index.flat_node,
             flat_index=index.flat_index,
@@ -210,40 +220,46 @@ class Runner:
             max_history_len=max((part.max_len + 1 for part in plan.sampled), default=0),
         )
 
-    def _forward(
-        self, plan: StepPlan, index: StepIndex, rows: Rows, bases: Tensor, limits: Tensor, sampled: SampledRows
-    ) -> tuple[Tensor, Tensor | None]:
-        """Run the target over the chunks and over each verify row's root and nodes."""
+    def _tokens(self, plan: StepPlan, index: StepIndex, sampled: SampledRows) -> Tensor:
+        """What the target computes: the chunks, then each verify row's root and nodes. [T] int64."""
         num_last = index.num_last
-        nodes = torch.cat([sampled.roots[num_last:, None], sampled.draft.tokens[num_last:]], 1)
-        # A drafter may propose ids it made up; they are never accepted, but they must not index past the embedding.
-        nodes = nodes.clamp(0, self.model.vocab_size - 1)[index.verify_row, index.verify_node]
-        tokens = torch.cat([self.state.history[index.chunk_slots, index.chunk_positions], nodes])
+        tokens, nodes = sampled.roots[num_last:], sampled.draft.tokens[num_last:]
+        if nodes.shape[1]:
+            # A drafter may propose ids it made up; they are never accepted, but they must not index past the embedding.
+            nodes = nodes.clamp(0, self.model.vocab_size - 1)
+            tokens = torch.cat([tokens[:, None], nodes], 1)[index.verify_row, index.verify_node]
+        if plan.chunks:
+            tokens = torch.cat([self.state.history[index.chunk_slots, index.chunk_positions], tokens])
+        return tokens
+
+    def _begin(self, plan: StepPlan, index: StepIndex, parts: Parts, sampled: SampledRows) -> AttentionStep:
         layout = build_layout(
-            page_tables=self.state.page_tables.index_select(0, rows.slots),
+            page_tables=parts.page_tables,
             page_size=self.kv.page_size,
-            base_lens=bases,
-            limits=limits,
+            base_lens=parts.lengths,
+            limits=parts.limits,
             query_lens=index.query_lens,
             max_key_lens=tuple(part.max_len + 1 + part.num_nodes for part in plan.parts),
-            num_chunks=len(plan.chunks),
-            ancestors=None if sampled.ancestors is None else sampled.ancestors[num_last:],
+            num_chunks=index.num_chunks,
+            ancestors=None if sampled.ancestors is None else sampled.ancestors[index.num_last :],
         )
-        return self.model.forward(tokens, self._attention.begin(layout, self.kv), self._drafting.taps(plan))
+        return self._attention.begin(layout, self.kv)
 
-    def _publish(self, plan: StepPlan, index: StepIndex, rows: Rows, bases: Tensor, verdict: Verdict) -> None:
+    def _publish(self, index: StepIndex, parts: Parts, verdict: Verdict) -> None:
         """New lengths of every row of the step: chunks that do not sample too."""
-        first = len(plan.chunks)
-        ends = bases[:first] + self.state.upload(index.query_lens[:first])
-        self.relay.publish(rows, torch.cat([ends, verdict.new_lengths[index.num_last :]]))
+        lengths = verdict.new_lengths
+        if index.num_chunks:
+            ends = parts.lengths[: index.num_chunks] + index.chunk_roots[: index.num_chunks] + 1
+            lengths = torch.cat([ends, lengths[index.num_last :]])
+        self.relay.publish(parts.rows, lengths)
 
-    def _compact(self, sampled: SampledRows, verdict: Verdict) -> None:
+    def _compact(self, parts: Parts, verdict: Verdict) -> None:
         """Make the KV of accepted paths contiguous: node path[i] was written at base + path[i] and belongs at base + i."""
         step = torch.arange(verdict.path.shape[1], device=self._device)
         kept = step < verdict.accept_lens[:, None]
         scratch = SCRATCH_PAGE * self.kv.page_size
-        tables = self.state.page_tables.index_select(0, sampled.slots)
-        base, last_page = sampled.base_lens[:, None], tables.shape[1] - 1
+        tables, base = parts.page_tables, parts.lengths[:, None]
+        last_page = tables.shape[1] - 1
 
         def kv_slots(positions: Tensor) -> Tensor:
             pages = tables.gather(1, (positions // self.kv.page_size).clamp(max=last_page))

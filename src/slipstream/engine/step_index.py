@@ -18,10 +18,12 @@ from slipstream.engine.plan import Chunk, IntArray, StepPlan
 
 NUM_KEPT = 256  # indices of steps without prompts: most steps are like one before
 
+
 @dataclass(frozen=True, slots=True)
 class StepIndex:
     """Attributes:
     chunk_slots, chunk_positions: [T_c] int64, slot and position of each chunk token.
+    chunk_roots: [C + R] int64, place of each chunk's last token in it; 0 for a verify row. num_chunks: C.
     sampled_parts: [S] int64, which of the plan's parts (chunks, then verify rows) sample. num_last: how many of them are chunks.
     verify_row, verify_node: [T_v] int64, verify row and node of each token behind the chunks.
     sampled: [N] int64, flat token of each node that is sampled.
@@ -32,6 +34,8 @@ class StepIndex:
 
     chunk_slots: Tensor
     chunk_positions: Tensor
+    chunk_roots: Tensor
+    num_chunks: int
     sampled_parts: Tensor
     num_last: int
     verify_row: Tensor
@@ -73,6 +77,8 @@ class StepIndex:
         return cls(
             chunk_slots=put(slots[chunk_of]),
             chunk_positions=put(starts[chunk_of] + place),
+            chunk_roots=put(np.concatenate([chunk_lens - 1, 0 * row_lens])),
+            num_chunks=len(chunks),
             sampled_parts=put(np.concatenate([last, len(chunks) + np.arange(len(num_nodes))])),
             num_last=len(last),
             verify_row=put(verify_row),

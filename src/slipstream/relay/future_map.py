@@ -32,16 +32,25 @@ class RelayError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows of a step: slots [rows] int64 and the epochs [rows] int64 they were planned with."""
+    """Rows of a step: slots [rows] int64 and the epochs [rows] int64 they were planned with.
+
+    `fresh` [rows] bool: the epoch is the slot's; None where nobody has looked yet (`FutureMap.looked_up`).
+    """
 
     slots: Tensor
     epochs: Tensor
+    fresh: Tensor | None = None
 
     def __len__(self) -> int:
         return self.slots.shape[0]
 
     def __getitem__(self, part: slice) -> Rows:
-        return Rows(self.slots[part], self.epochs[part])
+        return Rows(self.slots[part], self.epochs[part], None if self.fresh is None else self.fresh[part])
+
+    def at(self, places: Tensor) -> Rows:
+        """The rows at places [n] int64."""
+        fresh = None if self.fresh is None else self.fresh.index_select(0, places)
+        return Rows(self.slots.index_select(0, places), self.epochs.index_select(0, places), fresh)
 
 
 class FutureMap:
@@ -90,6 +99,10 @@ class FutureMap:
             if drafter is None or owner == drafter:
                 unread.index_fill_(0, slots, False)
 
+    def looked_up(self, rows: Rows) -> Rows:
+        """The rows with their freshness, which holds until the next `open`."""
+        return Rows(rows.slots, rows.epochs, self._fresh(rows))
+
     def publish(self, rows: Rows, lengths: Tensor) -> None:
         """Store new committed lengths [rows] int64 of every row of a step."""
         self._lengths.index_copy_(0, rows.slots, self._masked(rows, lengths, self._lengths))
@@ -136,6 +149,8 @@ class FutureMap:
     # -- rows -------------------------------------------------------------------------------------------------------
 
     def _fresh(self, rows: Rows) -> Tensor:
+        if rows.fresh is not None:
+            return rows.fresh
         fresh = self._epochs.index_select(0, rows.slots) == rows.epochs
         if self._debug:
             with self._declare("relay check"):
@@ -146,8 +161,7 @@ class FutureMap:
     def _masked(self, rows: Rows, new: Tensor, buffer: Tensor) -> Tensor:
         if new.shape[0] != len(rows):  # one row would be broadcast to all
             raise RelayError(f"{len(rows)} rows must get {len(rows)} values, but got {new.shape[0]}")
-        fresh = self._fresh(rows).view(-1, *[1] * (new.ndim - 1))
-        return torch.where(fresh, new.to(buffer.dtype), buffer.index_select(0, rows.slots))
+        return torch.where(_beside(self._fresh(rows), new), new.to(buffer.dtype), buffer.index_select(0, rows.slots))
 
     def _put(self, rows: Rows, key: tuple[str, str], buffer: Tensor, value: Tensor) -> None:
         buffer.index_copy_(0, rows.slots, self._masked(rows, value, buffer))
@@ -162,7 +176,7 @@ class FutureMap:
             with self._declare("relay check"):
                 self._mark_read(rows, key)
             buffer.index_copy_(0, rows.slots, _poisoned(tuple(value.shape), buffer.dtype, self._device))
-        return torch.where(fresh.view(-1, *[1] * (value.ndim - 1)), value, 0)
+        return torch.where(_beside(fresh, value), value, 0)
 
     # -- debug --------------------------------------------------------------------------------------------------------
 
@@ -185,6 +199,11 @@ class FutureMap:
             held = unread.index_select(0, rows.slots)
             if bool(held.any()):
                 raise RelayError(f"{why}, but {key} of slots {rows.slots[held].tolist()} is unread and was not forgiven")
+
+
+def _beside(rows: Tensor, value: Tensor) -> Tensor:
+    """[rows], with as many axes as `value` has."""
+    return rows if value.ndim == 1 else rows.view(-1, *[1] * (value.ndim - 1))
 
 
 def _poisoned(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

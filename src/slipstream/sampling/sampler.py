@@ -45,14 +45,14 @@ class Choice:
 
 def sample(logits: Tensor, rows: RowSampling, nodes: Nodes, masks: GrammarMasks | None = None) -> Tensor:
     """The token at each node: [N] int64, the lower id on ties. Arguments as in `process`."""
-    return choose(logits, rows, nodes, masks).tokens
+    return choose(logits, rows, lambda: nodes, masks).tokens
 
 
-def choose(logits: Tensor, rows: RowSampling, nodes: Nodes, masks: GrammarMasks | None = None) -> Choice:
-    """`sample`, with the winning scores."""
+def choose(logits: Tensor, rows: RowSampling, nodes: Callable[[], Nodes], masks: GrammarMasks | None = None) -> Choice:
+    """`sample`, with the winning scores; an all-greedy step does not ask for its nodes."""
     if (rows.numbers is None and masks is None) or not len(logits):
         return _greedy(logits.to(score_dtype(logits)))  # also quicker: 16-bit floats reduce slowly on the CPU
-    groups = groups_of(logits, rows, nodes, masks)
+    groups = groups_of(logits, rows, nodes(), masks)
     parts = [_choose(group) for group in groups]
     if len(groups) == 1 and groups[0].places == tuple(range(len(logits))):
         return parts[0]

@@ -11,6 +11,8 @@ it is the accept rule's (accept.py). The last committed token is the bonus token
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -32,20 +34,37 @@ def verify(logits: Tensor, rows: SampledRows, sampling: RowSampling, masks: Gram
         masks: what grammars allow, at the nodes of constrained rows.
         rule: which drafted tokens are accepted, and what is said where none is.
     """
-    draft = rows.draft
-    num_rows, width = draft.tokens.shape
-    choice = choose(logits, sampling, sampling_nodes(rows), masks)
-    said = choice.tokens.index_select(0, rows.flat_index.flatten()).view(num_rows, width + 1)
+    choice = choose(logits, sampling, partial(sampling_nodes, rows), masks)
+    room = (rows.limits - rows.base_lens - 1).clamp(min=0)
+    if not rows.draft.tokens.shape[1]:  # roots alone
+        matched, said = torch.zeros_like(rows.roots), choice.tokens[:, None]
+        path = matched[:, None]
+    else:
+        said = choice.tokens.index_select(0, rows.flat_index.flatten()).view(rows.flat_index.shape)
+        matched, path, said = _followed(logits, rows, sampling, masks, rule, said)
+    accept_lens = torch.minimum(matched + 1, room)
+    counted = torch.arange(rows.depth + 1, device=logits.device) < accept_lens[:, None]
+    tokens = torch.where(counted, said.gather(1, path), -1)
+    bonus = torch.where(accept_lens > 0, tokens.gather(1, (accept_lens - 1).clamp(min=0)[:, None])[:, 0], rows.roots)
     bad_node = ~choice.scores.isfinite()
+    bad = bad_node.index_select(0, rows.flat_index.gather(1, path).flatten()).view_as(path) & counted
+    first_bad = torch.where(bad.any(1), bad.to(torch.int8).argmax(1), -1)
+    return Verdict(tokens, accept_lens, torch.where(counted, path, 0), bonus, rows.base_lens + accept_lens, first_bad)
 
+
+def _followed(
+    logits: Tensor, rows: SampledRows, sampling: RowSampling, masks: GrammarMasks | None, rule: AcceptRule, said: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """How many levels of its draft each row accepts [S], the path [S, D + 1], and what is said at each node [S, W + 1].
+
+    `said`: the target's own sample there. The rest is as in `verify`.
+    """
     current = torch.zeros_like(rows.roots)
     alive = torch.ones_like(rows.roots, dtype=torch.bool)
     steps = [current]
     matched = torch.zeros_like(rows.roots)
-    if rows.depth:
-        parents = parents_of(draft)
-        accepted = rule.accept(logits, rows, sampling, masks, said)
-        fits, said = accepted.fits & counted_nodes(draft), accepted.said
+    accepted = rule.accept(logits, rows, sampling, masks, said)
+    fits, parents = accepted.fits & counted_nodes(rows.draft), parents_of(rows.draft)
     for _ in range(rows.depth):
         child = (parents == current[:, None]) & fits
         alive = alive & child.any(1)
@@ -53,13 +72,4 @@ def verify(logits: Tensor, rows: SampledRows, sampling: RowSampling, masks: Gram
         current = torch.where(alive, child.to(torch.int8).argmax(1) + 1, current)
         matched = matched + alive
         steps.append(torch.where(alive, current, 0))
-    path = torch.stack(steps, 1)
-
-    room = (rows.limits - rows.base_lens - 1).clamp(min=0)
-    accept_lens = torch.minimum(matched + 1, room)
-    counted = torch.arange(rows.depth + 1, device=logits.device) < accept_lens[:, None]
-    tokens = torch.where(counted, said.gather(1, path), -1)
-    bonus = torch.where(accept_lens > 0, tokens.gather(1, (accept_lens - 1).clamp(min=0)[:, None])[:, 0], rows.roots)
-    bad = bad_node.index_select(0, rows.flat_index.gather(1, path).flatten()).view_as(path) & counted
-    first_bad = torch.where(bad.any(1), bad.to(torch.int8).argmax(1), -1)
-    return Verdict(tokens, accept_lens, torch.where(counted, path, 0), bonus, rows.base_lens + accept_lens, first_bad)
+    return matched, torch.stack(steps, 1), accepted.said

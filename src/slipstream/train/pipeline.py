@@ -25,6 +25,7 @@ from slipstream.engine.compat import check_startup
 from slipstream.errors import ConfigError, ModelError, SlipstreamError
 from slipstream.frontend.model_info import model_info
 from slipstream.frontend.prepare import Frontend
+from slipstream.kernels.torch_threads import torch_threads
 from slipstream.layers.decoder import Decoder
 from slipstream.models.config import ModelConfig
 from slipstream.seeds import signed64, splitmix64
@@ -101,8 +102,7 @@ class Pipeline:
         report = folder.read(folder.report)
         if report is not None and report.get("settings") == self._made_of and folder.head.is_dir():
             return report
-        if self._config.num_threads is not None:
-            torch.set_num_threads(self._config.num_threads)
+        num_threads = self._config.num_threads or torch.get_num_threads()  # before the target's kernels claim all but one
         answers = self._answers(stop)
         texts = [Text(one.prompt_token_ids + one.token_ids, len(one.prompt_token_ids)) for one in answers]
         useful = [text for text in texts if text.is_useful]
@@ -110,7 +110,7 @@ class Pipeline:
             raise ConfigError("the answers must have two tokens or more, but none has", hint="--max-tokens, or other prompts")
         store = self._features(useful, stop)
         vocabulary = self._vocabulary(useful)
-        with folder.timed("training"):
+        with folder.timed("training"), torch_threads(num_threads):
             trainer = self._trainer(store, vocabulary)
             trainer.run(self._reporter, stop)
         export(trainer.head, vocabulary, self._target, folder.head, EXPORT_DTYPE)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from types import MappingProxyType
 
 import torch
 
 from slipstream.errors import ConfigError, ModelError, shown
+from slipstream.kernels.torch_threads import torch_threads
 from slipstream.layers.linear import Arithmetic
 from slipstream.models.config import ModelConfig
 from slipstream.models.parameters import Holding, Parameters, TensorSource
@@ -33,19 +34,6 @@ def pick_dtype(requested: str, stored: str | None, device: torch.device) -> torc
     if requested not in ("auto", *DTYPES):
         raise ConfigError(f"dtype must be one of auto, {', '.join(DTYPES)}, but got {shown(requested)}")
     return DTYPES[dtype_name(requested, stored, device.type)]
-
-
-@contextmanager
-def _alone() -> Iterator[None]:
-    """Inside, torch's operations use one thread: packing is thousands of short ones, and where another process is busy OpenMP's
-    threads wait for each other at the end of every one. That took ten times as long as two idle cores save.
-    """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 @torch.inference_mode()
@@ -86,7 +74,8 @@ def load(
             else GgufTensors(checkpoint.gguf, config, model_type)
         )
         parameters = Parameters(tensors, holding, where, report)
-        with _alone() if holding.arithmetic is not Arithmetic.TORCH else nullcontext():
+        # Packing is thousands of short operators; beside another busy process two threads took ten times as long.
+        with torch_threads(1) if holding.arithmetic is not Arithmetic.TORCH else nullcontext():
             model = model_type.build(config, parameters)
     else:
         from slipstream.models import transformers_fallback
