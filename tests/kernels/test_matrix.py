@@ -229,6 +229,24 @@ def test_sources_are_not_kept_nor_changed(form: Format) -> None:
     assert torch.equal(packed(x), first)
 
 
+@each_case
+def test_rows_of_the_weight(form: Format, mode: Mode) -> None:
+    """Each value as it is dequantised, bit for bit, in any order and more than once."""
+    for outputs, inputs in shapes(form):
+        matrix = random_matrix(form, outputs, inputs)
+        which = torch.randint(outputs, (70,), generator=torch.Generator().manual_seed(3))
+        wanted = matrix.to(torch.float32) if isinstance(matrix, Tensor) else matrix.dequantize()
+        packed = PackedMatrix.pack([matrix], mode=mode)
+        assert torch.equal(packed.weight_rows(which), wanted[which])
+        assert packed.weight_rows(which[:0]).shape == (0, inputs)
+        for bad in (torch.tensor([0, outputs]), torch.tensor([-1]), which.to(torch.int32), which[::2], which.view(7, 10)):
+            with pytest.raises(InvariantBroken, match=r"dense int64|sizes must be positive"):
+                packed.weight_rows(bad)
+    gate = random_matrix(Format.F32, 32, 64)
+    with pytest.raises(InvariantBroken, match="sizes must be positive"):
+        PackedMatrix.pack([gate, gate], paired=True, gate=Gate.SILU).weight_rows(torch.tensor([0]))
+
+
 def test_what_does_not_fit_is_refused() -> None:
     q8, f32 = random_matrix(Format.Q8, 32, 64), random_matrix(Format.F32, 32, 64)
     bad: list[tuple[str, list[Matrix], dict[str, Any]]] = [

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from slipstream.kernels.cpu.matrix import PackedMatrix
 from slipstream.kernels.formats import Matrix, QuantizedTensor
 
 
@@ -13,28 +14,35 @@ class Embedding:
     """Rows of a table [vocab, hidden], times a scale, which is rounded to the rows' dtype first.
 
     Args:
-        weight: the table. A quantised one stays so: the rows that are asked for are dequantised.
+        weight: the table. A quantised one stays so: the rows that are asked for are dequantised. A packed one is the head's too.
         scale: of every row.
         dtype: of the rows; None: the table's (a quantised one's: float32).
     """
 
     __slots__ = ("_scale", "dtype", "hidden_size", "weight")
 
-    def __init__(self, weight: Matrix, scale: float = 1.0, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, weight: Matrix | PackedMatrix, scale: float = 1.0, dtype: torch.dtype | None = None) -> None:
         self.weight = weight
-        stored = torch.float32 if isinstance(weight, QuantizedTensor) else weight.dtype
+        stored = weight.dtype if isinstance(weight, Tensor) else torch.float32
         self.dtype: torch.dtype = dtype or stored
-        self.hidden_size: int = weight.shape[1]
+        self.hidden_size: int = weight.num_inputs if isinstance(weight, PackedMatrix) else weight.shape[1]
         self._scale = float(torch.tensor(scale, dtype=self.dtype))
 
     @property
     def device(self) -> torch.device:
         """Where the table is."""
-        return torch.device("cpu") if isinstance(self.weight, QuantizedTensor) else self.weight.device
+        return self.weight.device if isinstance(self.weight, Tensor) else torch.device("cpu")
+
+    def table(self) -> Matrix:
+        """The whole table, unscaled; made anew where it is packed."""
+        weight = self.weight
+        return weight.weight_rows(torch.arange(weight.num_outputs)) if isinstance(weight, PackedMatrix) else weight
 
     def __call__(self, tokens: Tensor) -> Tensor:
         """[T] int64 -> [T, hidden]."""
-        if isinstance(self.weight, QuantizedTensor):
+        if isinstance(self.weight, PackedMatrix):
+            rows = self.weight.weight_rows(tokens).to(self.dtype)
+        elif isinstance(self.weight, QuantizedTensor):
             rows = self.weight.rows(tokens).dequantize(self.dtype)
         else:
             rows = functional.embedding(tokens, self.weight).to(self.dtype)

@@ -45,9 +45,10 @@ class FusedDecoder(Decoder):
         """See `models.base.CausalLM.forward`."""
         if not isinstance(attention, CpuStep):
             return super().forward(tokens, attention, taps)
-        positions = attention.layout.positions
-        turns = [rotary.tables(positions) for rotary in self.rotaries]
-        return self.kernel.forward(self.embedding(tokens), attention.batch, attention.cache, turns, taps)
+        # Few operators before the call: from the runner's word that the step computes until there, the host takes the GIL.
+        layout = attention.layout
+        turns = [rotary.first_tables(max(layout.max_key_lens)) for rotary in self.rotaries]
+        return self.kernel.forward(self.embedding(tokens), attention.batch, attention.cache, layout.positions, turns, taps)
 
 
 def fused(plain: Decoder) -> Decoder:

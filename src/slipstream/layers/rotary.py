@@ -16,6 +16,8 @@ from torch import Tensor
 from slipstream.errors import ModelError, shown
 from slipstream.layers.rope import ROPE_KINDS, RopeSpec
 
+MIN_TABLE = 256  # positions
+
 
 def inverse_frequencies(spec: RopeSpec, dim: int) -> Tensor:
     """[dim / 2] float32: radians per position of each pair of dimensions; of dynamic scaling those of the original context.
@@ -77,7 +79,7 @@ class Rotary:
     nothing but the position, so chunks, batches and drafts do not change it, and it is what a cache filled token by token holds.
     """
 
-    __slots__ = ("_dim", "_spec", "inverse_frequencies")
+    __slots__ = ("_dim", "_first", "_spec", "inverse_frequencies")
 
     def __init__(self, spec: RopeSpec, head_dim: int, device: torch.device) -> None:
         self._spec = spec
@@ -87,12 +89,21 @@ class Rotary:
         if spec.kind == "dynamic" and self._dim < 4:
             raise ModelError(f"dynamic rope scaling must have at least 4 dimensions to turn, but got {self._dim}")
         self.inverse_frequencies = inverse_frequencies(spec, self._dim).to(device)
+        self._first: tuple[Tensor, Tensor] = self.tables(torch.arange(0, device=device))
 
     def at(self, positions: Tensor, dtype: torch.dtype) -> Turn:
         """The turn of each of T positions [T] int64, in float32 for half types, else in `dtype`."""
         cos, sin = self.tables(positions)
         wide = torch.promote_types(dtype, torch.float32)
         return Turn(torch.cat((cos, cos), -1).to(wide)[:, None], torch.cat((-sin, sin), -1).to(wide)[:, None], dtype != wide)
+
+    def first_tables(self, count: int) -> tuple[Tensor, Tensor]:
+        """`tables` of positions 0, 1, ... to at least count - 1, made once and kept."""
+        first = self._first
+        if len(first[0]) < count:
+            size = max(MIN_TABLE, 1 << (count - 1).bit_length())
+            first = self._first = self.tables(torch.arange(size, device=self.inverse_frequencies.device))
+        return first
 
     def tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin of each of T positions [T] int64 and pair of dimensions: [T, dim / 2] float32 each, dense."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import ModelError, shown
+from slipstream.kernels.cpu.matrix import PackedMatrix
 from slipstream.kernels.formats import Matrix, same_values
 from slipstream.layers.activation import ACTIVATIONS
 from slipstream.layers.decoder import Attention, Block, Decoder, GatedMLP
@@ -76,12 +77,14 @@ def build_decoder(config: ModelConfig, parameters: Parameters, style: Style) -> 
     holding = parameters.holding
     blocks = tuple(builder.block(layer) for layer in range(config.num_layers))
     norm = builder.norm("model.norm")
-    head = _head(config, parameters, embedding)
+    weight = _head(config, parameters, embedding)
+    head = linear([weight], dtype=holding.dtype, arithmetic=holding.arithmetic)
+    table = head if weight is embedding and isinstance(head, PackedMatrix) else embedding  # one copy is enough
     decoder = Decoder(
-        Embedding(embedding, style.embedding_scale, holding.dtype),
+        Embedding(table, style.embedding_scale, holding.dtype),
         blocks,
         norm,
-        linear([head], dtype=holding.dtype, arithmetic=holding.arithmetic),
+        head,
         tuple(Rotary(rope, config.head_dim, parameters.device) for rope in ropes),
         config.context_len,
         style.logit_softcap,

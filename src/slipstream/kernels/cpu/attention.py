@@ -85,6 +85,7 @@ class _Rope(ctypes.Structure):
     _fields_ = (
         ("cos", ctypes.c_void_p),
         ("sin", ctypes.c_void_p),
+        ("angles", ctypes.c_void_p),
         ("query_norm", ctypes.c_void_p),
         ("key_norm", ctypes.c_void_p),
         ("eps", ctypes.c_float),
@@ -177,7 +178,7 @@ class Turn:
     ) -> None:
         self._tensors = cos, sin, query_norm, key_norm
         norms = [None if norm is None else norm.data_ptr() for norm in (query_norm, key_norm)]
-        self._struct = _Rope(cos.data_ptr(), sin.data_ptr(), *norms, eps, 2 * cos.shape[1])
+        self._struct = _Rope(cos.data_ptr(), sin.data_ptr(), None, *norms, eps, 2 * cos.shape[1])
         self.address = ctypes.addressof(self._struct)
 
 

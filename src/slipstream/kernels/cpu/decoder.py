@@ -68,7 +68,7 @@ class _Layer(ctypes.Structure):
 class _Turn(ctypes.Structure):
     """slip_turn."""
 
-    _fields_ = (("cos", _POINTER), ("sin", _POINTER), ("dim", _LONG))
+    _fields_ = (("cos", _POINTER), ("sin", _POINTER), ("count", _LONG), ("dim", _LONG))
 
 
 class _Pass(ctypes.Structure):
@@ -78,6 +78,7 @@ class _Pass(ctypes.Structure):
         ("batch", _POINTER),
         ("kv", _POINTER),
         ("turns", _POINTER),
+        ("positions", _POINTER),
         ("residual", _POINTER),
         ("out", _POINTER),
         ("taps", _POINTER),
@@ -181,6 +182,7 @@ class DecoderKernel:
         residual: Tensor,
         batch: AttentionBatch,
         kv: CacheTensors,
+        positions: Tensor,
         turns: Sequence[tuple[Tensor, Tensor]],
         taps: Sequence[int] = (),
     ) -> tuple[Tensor, Tensor | None]:
@@ -191,7 +193,9 @@ class DecoderKernel:
             residual: [T, hidden] float32, dense; changed.
             batch: the pass's tokens.
             kv: the cache of as many layers.
-            turns: cos and sin of each rotary embedding, [T, dim / 2] float32, dense.
+            positions: [T] int64, dense.
+            turns: cos and sin of each rotary embedding at positions 0, 1, ..., [more than the last position, dim / 2] float32,
+                dense.
             taps: see above.
 
         Raises `InvariantBroken` for what does not fit.
@@ -203,16 +207,18 @@ class DecoderKernel:
         if len(turns) != self._num_rotaries:
             raise InvariantBroken(f"a pass must bring {self._num_rotaries} turns, but got {len(turns)}")
         for cos, sin in turns:
-            _check("cosines", cos, (num_tokens, cos.shape[-1]))
+            _check("cosines", cos, tuple(cos.shape))
             _check("sines", sin, tuple(cos.shape))
+        _check("positions", positions, (num_tokens,), torch.int64)
         out = torch.empty_like(residual)
         states = residual.new_empty((num_tokens, len(taps) * self.hidden_size)) if taps else None
         tapped = (_LONG * len(taps))(*taps)
-        angles = (_Turn * len(turns))(*(_Turn(cos.data_ptr(), sin.data_ptr(), 2 * cos.shape[1]) for cos, sin in turns))
+        angles = (_Turn * len(turns))(*(_Turn(cos.data_ptr(), sin.data_ptr(), len(cos), 2 * cos.shape[-1]) for cos, sin in turns))
         whole = _Pass(
             batch.address,
             kv.address,
             ctypes.addressof(angles),
+            positions.data_ptr(),
             residual.data_ptr(),
             out.data_ptr(),
             ctypes.addressof(tapped),
@@ -255,8 +261,9 @@ class DecoderKernel:
         return _Product(ctypes.addressof(parts), len(parts), product.gate)
 
 
-def _check(what: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
-    fits = tensor.dtype == torch.float32 and tuple(tensor.shape) == shape and tensor.device.type == "cpu"
+def _check(what: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> None:
+    fits = tensor.dtype == dtype and tuple(tensor.shape) == shape and tensor.device.type == "cpu"
     if not fits or not tensor.is_contiguous():
+        name = str(dtype).removeprefix("torch.")
         given = f"{tensor.dtype} {list(tensor.shape)} of strides {tensor.stride()} on {tensor.device}"
-        raise InvariantBroken(f"{what} must be dense float32 {list(shape)} on the CPU, but got {given}")
+        raise InvariantBroken(f"{what} must be dense {name} {list(shape)} on the CPU, but got {given}")

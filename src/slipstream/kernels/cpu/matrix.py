@@ -72,7 +72,10 @@ class PackedMatrix:
         address: of the C struct, valid as long as this object lives.
     """
 
-    __slots__ = ("_bias", "_call", "_norm_call", "_panels", "_struct", "address", "format", "mode", "num_inputs", "num_outputs")
+    __slots__ = (
+        "_bias", "_call", "_norm_call", "_panels", "_rows_call", "_struct",
+        "address", "format", "mode", "num_inputs", "num_outputs",
+    )  # fmt: skip
 
     def __init__(self, form: Format, mode: Mode, struct: _Struct, panels: Tensor, bias: Tensor | None) -> None:
         """For `pack`."""
@@ -82,7 +85,7 @@ class PackedMatrix:
         self.num_inputs: int = struct.inputs
         self._struct, self._panels, self._bias = struct, panels, bias  # the struct points into both
         self.address = ctypes.addressof(struct)
-        self._call, self._norm_call = _functions()
+        self._call, self._norm_call, self._rows_call = _functions()
 
     @property
     def num_bytes(self) -> int:
@@ -182,6 +185,18 @@ class PackedMatrix:
         )
         return out
 
+    def weight_rows(self, which: Tensor) -> Tensor:
+        """Rows of the weight, [n] int64 -> float32 [n, num_inputs], each value as it is dequantised.
+
+        Raises `InvariantBroken` for ids that are not int64, side by side, or of the matrix, and for a paired matrix.
+        """
+        if which.dtype != torch.int64 or which.dim() != 1 or not which.is_contiguous() or which.device.type != "cpu":
+            given = f"{which.dtype} {list(which.shape)} on {which.device}"
+            raise InvariantBroken(f"ids of rows must be dense int64 [n] on the CPU, but got {given}")
+        out = torch.empty((which.shape[0], self.num_inputs))
+        self._rows_call(self.address, which.data_ptr(), which.shape[0], out.data_ptr())
+        return out
+
     def _rows(self, x: Tensor) -> Tensor:
         """x, or a copy of it where its values do not lie side by side."""
         if x.dtype != torch.float32 or x.dim() != 2 or x.shape[1] != self.num_inputs or x.device.type != "cpu":
@@ -190,8 +205,8 @@ class PackedMatrix:
         return x if x.stride(1) == 1 and x.stride(0) >= self.num_inputs else x.contiguous()
 
 
-def _functions() -> tuple[Function, Function]:
-    """slip_matmul and slip_norm_matmul."""
+def _functions() -> tuple[Function, Function, Function]:
+    """slip_matmul, slip_norm_matmul and slip_matrix_rows."""
     library = kernels()
     if library is None:
         raise ModelError("a packed matrix must have the CPU kernels, but they are off", hint="the log says why")
@@ -200,6 +215,7 @@ def _functions() -> tuple[Function, Function]:
     return (
         library.bind("slip_matmul", pointer, number, *rows, pointer, size, number),
         library.bind("slip_norm_matmul", pointer, number, *rows, pointer, real, real, pointer, size, number),
+        library.bind("slip_matrix_rows", pointer, pointer, size, pointer),
     )
 
 

@@ -255,7 +255,7 @@ class _Builder:
             return shared
         shape = (self.target.vocab_size, self.target.hidden_size)
         own = self.parameters.take_matrix(EMBEDDING, shape, sensitive=True)
-        if same_values(own, shared.weight):
+        if same_values(own, shared.table()):
             self.parameters.untake(own)
             return shared
         return Embedding(own, dtype=self.parameters.dtype)

@@ -87,14 +87,4 @@ void store_kv(Pool& pool, const slip_attention_batch& batch, const slip_kv& kv, 
 void attend(Pool& pool, const slip_attention_batch& batch, const slip_kv& kv, const slip_attention_io& io,
             const slip_attention_task* tasks, int64_t num_tasks);
 
-// Calls f(token) for each token, a few per chunk, or here where that is not worth a phase.
-template <class F>
-void each_token(Pool& pool, int64_t num_tokens, F&& f) {
-    constexpr int64_t kFew = 8;
-    const int64_t chunks = num_tokens < kFew ? 1 : (num_tokens + kFew - 1) / kFew;
-    pool.run(chunks, [&](int64_t chunk, int) {
-        for (int64_t t = num_tokens * chunk / chunks; t < num_tokens * (chunk + 1) / chunks; ++t) f(t);
-    });
-}
-
 }  // namespace slip

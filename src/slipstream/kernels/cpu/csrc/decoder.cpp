@@ -161,11 +161,12 @@ private:
         io.scale = layer.scale;
         io.softcap = layer.softcap;
         io.window = layer.window < pass_.batch->read_width ? layer.window : 0;  // one that hides no key is none
-        slip_rope rope{nullptr, nullptr, layer.query_norm, layer.key_norm, layer.head_eps, 0};
+        slip_rope rope{nullptr, nullptr, nullptr, layer.query_norm, layer.key_norm, layer.head_eps, 0};
         if (layer.rotary >= 0) {
             const slip_turn& turn = pass_.turns[layer.rotary];
             rope.cos = turn.cos;
             rope.sin = turn.sin;
+            rope.angles = pass_.positions;
             rope.dim = int32_t(turn.dim);
         }
         const auto& tasks = plans_.of(layer.heads, layer.kv_heads, io.window);
@@ -196,7 +197,8 @@ private:
 
 int check_pass(const slip_decoder& decoder, const slip_pass& pass) {
     const int64_t num_layers = int64_t(decoder.layers.size());
-    if (!pass.batch || !pass.kv || !pass.residual || !pass.out || (decoder.num_rotaries && !pass.turns)) return kNullPointer;
+    if (!pass.batch || !pass.kv || !pass.residual || !pass.out) return kNullPointer;
+    if (decoder.num_rotaries && (!pass.turns || !pass.positions)) return kNullPointer;
     if (pass.num_taps < 0) return kBadShape;
     if (pass.num_taps && (!pass.taps || !pass.states)) return kNullPointer;
     for (int64_t i = 0; i < pass.num_taps; ++i) {
@@ -216,7 +218,13 @@ int check_pass(const slip_decoder& decoder, const slip_pass& pass) {
         }
         num_slots = std::min(num_slots, kv->num_slots);
     }
-    return check_batch(*pass.batch, num_slots);
+    if (const int error = check_batch(*pass.batch, num_slots)) return error;
+    for (int32_t i = 0; i < decoder.num_rotaries; ++i) {
+        for (int64_t t = 0; t < pass.batch->num_tokens; ++t) {
+            if (pass.positions[t] < 0 || pass.positions[t] >= pass.turns[i].count) return kBadShape;
+        }
+    }
+    return kOk;
 }
 
 }  // namespace

@@ -56,10 +56,11 @@ struct slip_layer {
     int64_t window;             // 0: none
 };
 
-// Angles of a pass's tokens.
+// Angles of positions 0, 1, ...
 struct slip_turn {
-    const float* cos;  // [T, dim / 2]
+    const float* cos;  // [count, dim / 2]
     const float* sin;
+    int64_t count;
     int64_t dim;
 };
 
@@ -67,6 +68,7 @@ struct slip_pass {
     const slip_attention_batch* batch;
     const slip_kv* const* kv;  // [layers]
     const slip_turn* turns;    // [rotaries of the decoder]
+    const int64_t* positions;  // [T]
     float* residual;           // [T, hidden]; changed
     float* out;                // [T, hidden] after the final norm
     const int64_t* taps;       // layers whose entering residual is wanted; the number of layers: what leaves the last one

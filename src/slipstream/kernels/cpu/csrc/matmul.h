@@ -54,6 +54,9 @@ int slip_matmul(const slip_matrix* matrix, int32_t mode, const float* x, int64_t
 // The same of rmsnorm(x), without writing that one.
 int slip_norm_matmul(const slip_matrix* matrix, int32_t mode, const float* x, int64_t x_stride, int64_t rows, const float* weight,
                      float eps, float offset, float* out, int64_t out_stride, int32_t add);
+
+// Rows of the weight itself, not paired, each value as it is dequantised: out [count, inputs].
+int slip_matrix_rows(const slip_matrix* matrix, const int64_t* rows, int64_t count, float* out);
 }
 
 namespace slip {

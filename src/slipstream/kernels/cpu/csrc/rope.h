@@ -6,8 +6,9 @@
 extern "C" {
 // How the heads of a pass turn: pairs (i, i + dim / 2) of the first `dim` numbers, by the angle of each token and pair.
 struct slip_rope {
-    const float* cos;         // [T, dim / 2]
-    const float* sin;         // [T, dim / 2]
+    const float* cos;         // [angles, dim / 2]
+    const float* sin;         // [angles, dim / 2]
+    const int64_t* angles;    // [T] which of them each token takes; null: its own number
     const float* query_norm;  // [head_dim] weights of an RMS norm before the turn, or null
     const float* key_norm;    // likewise
     float eps;                // of the norm

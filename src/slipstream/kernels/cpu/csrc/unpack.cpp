@@ -5,7 +5,9 @@
 #include <algorithm>
 
 #include "buffer.h"
+#include "error.h"
 #include "matmul.h"
+#include "pool.h"
 
 namespace slip {
 namespace {
@@ -13,7 +15,7 @@ namespace {
 float half(const uint8_t* p, int64_t i) { return _cvtsh_ss(reinterpret_cast<const uint16_t*>(p)[i]); }
 float single(const uint8_t* p, int64_t i) { return reinterpret_cast<const float*>(p)[i]; }
 
-// value = scale * code + min, each rounded as torch rounds it: a product, then a sum.
+// value = scale * code + min, each rounded as torch rounds it: a product, then a sum. `record`: of the 32 inputs that k counts in.
 float value(int32_t format, const uint8_t* record, int64_t k, int64_t output) {
     const int64_t side = output / 16, place = output % 16 * 4 + k % 4;
     if (format == kQ8 || format == kQ6K) {
@@ -25,6 +27,16 @@ float value(int32_t format, const uint8_t* record, int64_t k, int64_t output) {
     const uint8_t* tail = record + 512;
     return format == kQ4 ? half(tail, output) * float(code) + half(tail + 64, output)
                          : single(tail, output) * float(code) + single(tail + 128, output);
+}
+
+// Input k of a panel's output.
+float weight(int32_t format, const uint8_t* panel, int64_t k, int64_t output) {
+    if (format == kF32) return single(panel, k * kPanel + output);
+    if (format == kBF16) {
+        const uint32_t bits = reinterpret_cast<const uint16_t*>(panel)[k / 2 * 64 + output * 2 + k % 2];
+        return _mm_cvtss_f32(_mm_castsi128_ps(_mm_cvtsi32_si128(int32_t(bits << 16))));
+    }
+    return value(format, panel + k / kGroup * slip_panel_bytes(format, kGroup), k % kGroup, output);
 }
 
 }  // namespace
@@ -67,4 +79,20 @@ extern "C" int64_t slip_panel_bytes(int32_t format, int64_t inputs) {
         case slip::kQ6K: return 1280 * groups;
         default: return 0;
     }
+}
+
+extern "C" int slip_matrix_rows(const slip_matrix* matrix, const int64_t* rows, int64_t count, float* out) {
+    using namespace slip;
+    if (const int error = check_matrix(matrix, kExact)) return error;
+    if (count && (!rows || !out)) return kNullPointer;
+    if (matrix->paired || count < 0) return kBadShape;
+    for (int64_t i = 0; i < count; ++i) {
+        if (rows[i] < 0 || rows[i] >= matrix->outputs) return kBadShape;
+    }
+    const int64_t inputs = matrix->inputs, panel_bytes = slip_panel_bytes(matrix->format, inputs);
+    each_token(pool(), count, [&](int64_t i) {
+        const uint8_t* const panel = static_cast<const uint8_t*>(matrix->panels) + rows[i] / kPanel * panel_bytes;
+        for (int64_t k = 0; k < inputs; ++k) out[i * inputs + k] = weight(matrix->format, panel, k, rows[i] % kPanel);
+    });
+    return kOk;
 }
