@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import bisect
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from slipstream.speculate.choice import OFF, Acceptance, Choice, RowDrafting, Shape
@@ -192,8 +192,9 @@ class WidthModel:
         plain_s = self._plain_s(base.num_tokens)
         if not plain_s:  # nothing measured yet
             return [Choice(OFF, 0, row.observer) for row in rows]
-        costs = self._costs(base)
-        drafters = [self._best(row, self._options(row), costs)[0] for row in rows]
+        one_alone = len(self._light) == 1 and not self._stateful  # compared with nobody
+        costs = {} if one_alone else self._costs(base)
+        drafters = [self._pick(row, costs) for row in rows]
         levels, rate = self._best_levels(rows, drafters, most, base)
         if any(levels) and not num_other_tokens and self._since_plain > PLAIN_AGE:
             lost_s = plain_s - len(rows) / rate
@@ -223,13 +224,14 @@ class WidthModel:
 
     def _costs(self, base: Base) -> dict[str, list[float]]:
         """Tokens that plain decoding would commit, a row, in the time that each number of levels takes, from 1 on, by drafter."""
-        plain_s = self._plain_s(base.num_tokens)
+        seconds = self._seconds_of(base)
+        plain_s = seconds({})
         if not plain_s:
             return {name: [0.0] * shape.depth for name, shape in self._shapes.items()}
         out: dict[str, list[float]] = {}
         for name, shape in self._shapes.items():
             nodes = [self._nodes(name, level) * base.num_rows for level in range(1, shape.depth + 1)]
-            out[name] = [max(self._seconds(base, {name: count}) - plain_s, 0.0) / plain_s for count in nodes]
+            out[name] = [max(seconds({name: count}) - plain_s, 0.0) / plain_s for count in nodes]
         return out
 
     def _values(self, row: RowDrafting, names: Sequence[str], costs: Costs) -> Iterator[tuple[str, float]]:
@@ -243,6 +245,10 @@ class WidthModel:
                 best = max(best, gain - cost * PROMISE)
             yield name, best
 
+    def _pick(self, row: RowDrafting, costs: Costs) -> str:
+        options = self._options(row)
+        return options[0] if len(options) == 1 else self._best(row, options, costs)[0]
+
     def _best(self, row: RowDrafting, names: Sequence[str], costs: Costs) -> tuple[str, float]:
         return max(self._values(row, names, costs), key=lambda each: each[1], default=(OFF, 0.0))
 
@@ -250,6 +256,8 @@ class WidthModel:
         self, row: RowDrafting, drafter: str, limit: int, costs: Costs, num_rows: int, plain_s: float
     ) -> str:
         """Who is to watch a row, of `num_rows` whose plain step takes plain_s, that `drafter` drafts for."""
+        if not self._stateful:
+            return drafter
         tokens_per_s = num_rows / plain_s
         value = self._best(row, self._options(row), costs)[1]
         others = [name for name in self._stateful if name != row.observer]
@@ -269,7 +277,10 @@ class WidthModel:
         return self._fill_s[drafter](row.missing) or 0.0
 
     def _alpha(self, row: RowDrafting, drafter: str) -> float:
-        return row.record(drafter).alpha(self._all[drafter].alpha(FIRST_ALPHA, PRIOR_WEIGHT), PRIOR_WEIGHT)
+        return row.record(drafter).alpha(self._prior(drafter), PRIOR_WEIGHT)
+
+    def _prior(self, drafter: str) -> float:
+        return self._all[drafter].alpha(FIRST_ALPHA, PRIOR_WEIGHT)
 
     # -- how far --------------------------------------------------------------------------------------------------------
 
@@ -277,27 +288,32 @@ class WidthModel:
         self, rows: Sequence[RowDrafting], drafters: Sequence[str], most: Sequence[int], base: Base
     ) -> tuple[list[int], float]:
         """How many levels of each row are worth their nodes, and the tokens a second that they promise."""
+        seconds = self._seconds_of(base)
+        priors = {name: self._prior(name) for name in self._shapes}
         gains: list[tuple[float, int]] = []
         for place, (row, drafter, limit) in enumerate(zip(rows, drafters, most, strict=True)):
             if drafter == OFF:
                 continue
-            alpha, gain = self._alpha(row, drafter), 1.0
+            alpha, gain = row.record(drafter).alpha(priors[drafter], PRIOR_WEIGHT), 1.0
             for _ in range(self._levels(drafter, limit)):
                 gain *= alpha
                 gains.append((gain, place))
         gains.sort(reverse=True)
-        best, best_rate, gained, looked_at = 0, PROMISE * self._rate(len(rows), base, {}), 0.0, 1
+        left = sum(gain for gain, _ in gains)
+        best, best_rate, gained, looked_at = 0, PROMISE * len(rows) / max(seconds({}), 1e-9), 0.0, 1
         taken_levels: Counter[str] = Counter()
         for taken, (gain, place) in enumerate(gains, 1):
-            gained += gain
+            gained, left = gained + gain, left - gain
             taken_levels[drafters[place]] += 1
             if taken < looked_at and taken < len(gains):
                 continue
             looked_at = max(taken + 1, taken * 9 // 8)
-            nodes = {name: self._nodes(name, count) for name, count in taken_levels.items()}
-            rate = self._rate(len(rows) + gained, base, nodes)
+            took_s = max(seconds({name: self._nodes(name, count) for name, count in taken_levels.items()}), 1e-9)
+            rate = (len(rows) + gained) / took_s
             if rate > best_rate:
                 best, best_rate = taken, rate
+            if (len(rows) + gained + left) / took_s <= best_rate:  # not even if the others cost nothing
+                break
         levels = [0] * len(rows)
         for _, place in gains[:best]:
             levels[place] += 1
@@ -319,7 +335,8 @@ class WidthModel:
         _, place, name = min(tries)
         tried = min(TRIED_LEVELS, self._levels(name, most[place]))
         nodes = self._all_nodes(drafters, levels)
-        cost = self._seconds(base, nodes + Counter({name: self._nodes(name, tried)})) - self._seconds(base, nodes)
+        seconds = self._seconds_of(base)
+        cost = seconds(nodes + Counter({name: self._nodes(name, tried)})) - seconds(nodes)
         comes = name not in self._options(rows[place])
         if comes:
             cost += self._fill_seconds(rows[place], name) + LEAVE * (self._watch_s[name](1) or 0.0)
@@ -338,17 +355,19 @@ class WidthModel:
                 nodes[name] += self._nodes(name, count)
         return nodes
 
-    def _rate(self, num_tokens: float, base: Base, nodes: Mapping[str, int]) -> float:
-        return num_tokens / max(self._seconds(base, nodes), 1e-9)
+    def _seconds_of(self, base: Base) -> Callable[[Mapping[str, int]], float]:
+        """What a step takes beside `base`, by the nodes of each drafter."""
+        plain_s, alone_s = self._plain_s(base.num_tokens) or 0.0, self._plain_s(base.num_rows) or 0.0
 
-    def _seconds(self, base: Base, nodes: Mapping[str, int]) -> float:
-        plain_s, all_nodes = self._plain_s(base.num_tokens) or 0.0, sum(nodes.values())
-        if not all_nodes:
-            return plain_s
-        alone_s = self._plain_s(base.num_rows) or 0.0
-        verify_s = self._verify_s(base.num_rows + all_nodes) or self._plain_s(base.num_rows + all_nodes) or 0.0
-        drafting = sum(self._draft_s[name](count) or 0.0 for name, count in nodes.items() if count)
-        return plain_s + max(verify_s - alone_s, 0.0) + drafting
+        def seconds(nodes: Mapping[str, int]) -> float:
+            all_nodes = sum(nodes.values())
+            if not all_nodes:
+                return plain_s
+            verify_s = self._verify_s(base.num_rows + all_nodes) or self._plain_s(base.num_rows + all_nodes) or 0.0
+            drafting = sum(self._draft_s[name](count) or 0.0 for name, count in nodes.items() if count)
+            return plain_s + max(verify_s - alone_s, 0.0) + drafting
+
+        return seconds
 
     def _levels(self, drafter: str, nodes: int) -> int:
         shape = self._shapes[drafter]
