@@ -48,6 +48,8 @@ class Drafting:
         self._state = state
         self._sampling = sampling
         self._kv = kv
+        # Those that have no state, as `Shape.has_state` says it on the host.
+        self._light = {name for name, drafter in drafters.items() if not (drafter.kv_layers or drafter.relay.fields)}
         self._propose_s: dict[str, float] = {}
         self._observe_s: dict[str, float] = {}
 
@@ -69,7 +71,8 @@ class Drafting:
     def propose(self, plan: StepPlan, parts: Parts) -> tuple[Tensor, Draft]:
         """Roots [R] and drafts of the verify rows `parts`, clamped to what the plan and each row's limit allow."""
         width = plan.verify_width
-        groups = [(picked, *self._propose_group(plan, *key, picked, parts)) for key, picked in _proposing(plan.rows).items()]
+        proposing = self._proposing(plan.rows)
+        groups = [(picked, *self._propose_group(plan, *key, picked, parts)) for key, picked in proposing.items()]
         if len(groups) == 1:
             roots, draft = groups[0][1:]
             draft = _padded(draft, width)
@@ -110,6 +113,18 @@ class Drafting:
                 extras = drafter.observe(ctx, own, seen)
             if picked:
                 self._relay.stash(group.rows, RelayPayload.from_draft_input(own.bonus_tokens, extras), name)
+
+    def _proposing(self, rows: Sequence[VerifyRow]) -> dict[tuple[str, str], list[int]]:
+        """(relayed_by, drafter) -> places of its rows.
+
+        A row without nodes stays with who watched it where that one is light: one group more would cost more than its nodes,
+        which are cut off again.
+        """
+        groups: dict[tuple[str, str], list[int]] = {}
+        for place, row in enumerate(rows):
+            stays = row.num_nodes == 0 and row.relayed_by in self._light
+            groups.setdefault((row.relayed_by, row.relayed_by if stays else row.drafter), []).append(place)
+        return groups
 
     def _propose_group(
         self, plan: StepPlan, relayed_by: str, name: str, picked: list[int], parts: Parts
@@ -207,14 +222,6 @@ def _timed(name: str, seconds: dict[str, float]) -> Iterator[None]:
     started = time.perf_counter()
     yield
     seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - started
-
-
-def _proposing(rows: Sequence[VerifyRow]) -> dict[tuple[str, str], list[int]]:
-    """(relayed_by, drafter) -> places of its rows."""
-    groups: dict[tuple[str, str], list[int]] = {}
-    for place, row in enumerate(rows):
-        groups.setdefault((row.relayed_by, row.drafter), []).append(place)
-    return groups
 
 
 def _observing(plan: StepPlan) -> dict[str, list[int]]:

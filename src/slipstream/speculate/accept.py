@@ -30,7 +30,7 @@ from slipstream.sampling.nodes import GrammarMasks, Nodes
 from slipstream.sampling.noise import Noise, noise_keys, uniform
 from slipstream.sampling.sampler import process, sample
 from slipstream.sampling.state import NO_EDITS, RowNeeds, RowSampling
-from slipstream.speculate.sampled_rows import SampledRows, counted_nodes, parents_of, sampling_nodes
+from slipstream.speculate.sampled_rows import SampledRows, counted_nodes, sampling_nodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,9 @@ class Coupled:
         self, logits: Tensor, rows: SampledRows, sampling: RowSampling, masks: GrammarMasks | None, target: Tensor
     ) -> Accepted:
         """Each node against the target's sample at its parent."""
-        return Accepted(rows.draft.tokens == target.gather(1, parents_of(rows.draft)), target)
+        draft = rows.draft
+        behind = target[:, :-1] if draft.parents is None else target.gather(1, draft.parents)
+        return Accepted(draft.tokens == behind, target)
 
 
 class Rejection:

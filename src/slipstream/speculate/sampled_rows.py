@@ -77,13 +77,6 @@ def row_ancestors(draft: Draft) -> Tensor | None:
     return None if draft.parents is None else tree_ancestors(draft.parents)
 
 
-def parents_of(draft: Draft) -> Tensor:
-    """[S, W] int64, parent of node j + 1; of a chain too."""
-    if draft.parents is not None:
-        return draft.parents
-    return torch.arange(draft.tokens.shape[1], device=draft.tokens.device).expand_as(draft.tokens)
-
-
 def counted_nodes(draft: Draft) -> Tensor:
     """[S, W] bool: node j + 1 is no padding."""
     return torch.arange(draft.tokens.shape[1], device=draft.tokens.device) < draft.num_nodes[:, None]

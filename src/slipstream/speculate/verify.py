@@ -21,7 +21,7 @@ from slipstream.sampling.sampler import choose
 from slipstream.sampling.state import RowSampling
 from slipstream.speculate.accept import AcceptRule
 from slipstream.speculate.base import Verdict
-from slipstream.speculate.sampled_rows import SampledRows, counted_nodes, parents_of, sampling_nodes
+from slipstream.speculate.sampled_rows import SampledRows, counted_nodes, sampling_nodes
 
 
 def verify(logits: Tensor, rows: SampledRows, sampling: RowSampling, masks: GrammarMasks | None, rule: AcceptRule) -> Verdict:
@@ -59,14 +59,19 @@ def _followed(
 
     `said`: the target's own sample there. The rest is as in `verify`.
     """
+    draft = rows.draft
+    accepted = rule.accept(logits, rows, sampling, masks, said)
+    fits = accepted.fits & counted_nodes(draft)
+    if draft.parents is None:
+        matched = fits[:, : rows.depth].cumprod(1).sum(1)
+        step = torch.arange(rows.depth + 1, device=fits.device)
+        return matched, torch.where(step <= matched[:, None], step, 0), accepted.said
     current = torch.zeros_like(rows.roots)
     alive = torch.ones_like(rows.roots, dtype=torch.bool)
     steps = [current]
     matched = torch.zeros_like(rows.roots)
-    accepted = rule.accept(logits, rows, sampling, masks, said)
-    fits, parents = accepted.fits & counted_nodes(rows.draft), parents_of(rows.draft)
     for _ in range(rows.depth):
-        child = (parents == current[:, None]) & fits
+        child = (draft.parents == current[:, None]) & fits
         alive = alive & child.any(1)
         # Equal siblings have equal futures only where their subtrees are; argmax takes the first, the drafter's best.
         current = torch.where(alive, child.to(torch.int8).argmax(1) + 1, current)
