@@ -108,7 +108,12 @@ class EngineConfig(BaseModel):
         ge=0,
     )
     num_threads: Int | None = _setting(
-        "Scheduling", None, "Threads of the CPU's forward pass, torch's and our kernels'; by default one a core.", ge=1, le=4096
+        "Scheduling",
+        None,
+        "Threads of the CPU's forward pass: our kernels' where they run (torch's operators get one beside them), else torch's; by "
+        "default one a core.",
+        ge=1,
+        le=4096,
     )
 
     page_size: Int = _setting("Memory", 16, "Tokens of one KV page.", ge=1, le=4096)
