@@ -110,8 +110,8 @@ class EngineConfig(BaseModel):
     num_threads: Int | None = _setting(
         "Scheduling",
         None,
-        "Threads of the CPU's forward pass: our kernels' where they run (torch's operators get one beside them), else torch's; by "
-        "default one a core.",
+        "Threads of the CPU's forward pass: our kernels' where they run (torch's operators get one beside them), else torch's; "
+        "by default one a core.",
         ge=1,
         le=4096,
     )

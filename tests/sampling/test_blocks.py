@@ -10,8 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from slipstream.errors import InvariantBroken
+from slipstream.kernels.cpu.argmax import argmax
 from slipstream.sampling.blocks import column_ids, column_max, first_argmax, lowest_best
 from slipstream.sampling.transforms import best, rank, total_weight
+from tests.cpu_kernels import needed
 
 SIZES = (17, 1500, 4096, 4111, 5003)
 
@@ -33,6 +36,31 @@ def tied(draw: st.DrawFn) -> Tensor:
 @given(tied())
 def test_first_argmax(x: Tensor) -> None:
     assert first_argmax(x).tolist() == [row.index(max(row)) for row in x.tolist()]
+
+
+@given(tied(), st.integers(0, 3))
+def test_the_kernel_finds_the_same(x: Tensor, more: int) -> None:
+    """Of rows that lie apart, too; where NaN or infinity is the largest, and where all is -inf."""
+    needed()
+    wide = torch.nn.functional.pad(x, (0, more))
+    x = wide[:, : x.shape[1]]
+    for value in (None, math.nan, math.inf, -math.inf):
+        if value is not None:
+            x[-1, x.shape[1] // 3 :: 7] = value
+        ids, values = argmax(x)
+        assert torch.equal(ids, first_argmax(x.contiguous()))
+        torch.testing.assert_close(values, x.gather(1, ids[:, None])[:, 0], rtol=0, atol=0, equal_nan=True)
+    x.fill_(-math.inf)
+    assert argmax(x)[0].tolist() == [0] * len(x)
+
+
+def test_what_the_kernel_does_not_take() -> None:
+    needed()
+    x = torch.zeros(3, 8)
+    assert argmax(x[:0])[0].shape == (0,)
+    for bad in (x.double(), x.T, x[0], x[:, :0]):
+        with pytest.raises(InvariantBroken, match=r"side by side|sizes must be positive"):
+            argmax(bad)
 
 
 @pytest.mark.parametrize("vocab_size", SIZES)

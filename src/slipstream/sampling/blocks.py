@@ -12,6 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from slipstream.kernels.cpu.argmax import argmax, takes
+
 NEIGHBOURS = 64
 COLUMN = 16
 MIN_VOCAB = 4096  # below this, blocks cost more than they save
@@ -32,6 +34,14 @@ def column_ids(columns: Tensor, vocab_size: int) -> Tensor:
         return ids
     tail = torch.arange(whole, vocab_size, device=columns.device)
     return torch.cat([ids, tail.expand(ids.shape[0], -1)], 1)
+
+
+def largest(x: Tensor) -> tuple[Tensor, Tensor]:
+    """`first_argmax` [n] and the element there [n]; as one kernel where kernels are in use."""
+    if x.shape[1] >= MIN_VOCAB and takes(x):
+        return argmax(x)
+    ids = first_argmax(x)
+    return ids, x.gather(1, ids[:, None])[:, 0]
 
 
 def first_argmax(x: Tensor) -> Tensor:

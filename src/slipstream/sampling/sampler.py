@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from slipstream.observe.guard import declared
-from slipstream.sampling.blocks import MIN_VOCAB, column_ids, column_max, first_argmax, lowest_best
+from slipstream.sampling.blocks import MIN_VOCAB, column_ids, column_max, largest, lowest_best
 from slipstream.sampling.groups import Group, groups_of
 from slipstream.sampling.masks import apply_bits, apply_edits
 from slipstream.sampling.nodes import GrammarMasks, Nodes
@@ -153,8 +153,7 @@ def _choose_exactly(chunk: Group) -> Choice:
 
 
 def _greedy(scores: Tensor) -> Choice:
-    tokens = first_argmax(scores)
-    return Choice(tokens, scores.gather(1, tokens[:, None])[:, 0])
+    return Choice(*largest(scores))
 
 
 def _stacked(parts: list[Choice]) -> Choice:

@@ -17,7 +17,7 @@ from slipstream.observe import log
 logger = logging.getLogger("slipstream.kernels")
 
 # As slip_abi() of csrc/error.cpp.
-ABI = 3
+ABI = 4
 
 ISA_VARIABLE = "SLIPSTREAM_CPU_ISA"
 
@@ -62,15 +62,25 @@ class Kernels:
             raise ConfigError(f"threads must be from 1 to 64, but got {shown(count)}")
 
 
+_loaded: Kernels | None = None
+
+
+def loaded() -> Kernels | None:
+    """The library where somebody has called `kernels` already; this builds and loads nothing."""
+    return _loaded
+
+
 @cache
 def kernels() -> Kernels | None:
     """The kernels, built and loaded once a process; None, and one line in the log that says why, where they cannot run:
     no compiler, a CPU without AVX-512 VNNI and BF16, or SLIPSTREAM_CPU_ISA=none.
     """
+    global _loaded
     reason = _missing()
     if reason is None:
         try:
-            return Kernels(library_path())
+            _loaded = Kernels(library_path())
+            return _loaded
         except (BuildError, OSError, AttributeError) as error:
             reason = str(error)
     log.event(logger, logging.WARNING, "CPU kernels are off, torch does the work", reason=reason)
