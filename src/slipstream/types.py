@@ -392,3 +392,7 @@ def _bias(value: Any) -> dict[int, float]:
 
 def _is_list(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray))
+
+
+def nothing() -> None:
+    """A callback for those whom nobody waits for."""

@@ -32,7 +32,7 @@ from slipstream.testing import drafters as d
 from slipstream.testing.byte_tokenizer import ByteTokenizer
 from slipstream.testing.hash_head import HashHead
 from slipstream.testing.hash_lm import HashLM
-from slipstream.types import RequestOutput, SamplingParams
+from slipstream.types import RequestOutput, SamplingParams, nothing
 from tests.engine.harness import Answer, DrafterFactory, Job, make_engine, reference
 from tests.speculate.eagle_heads import eagle
 
@@ -77,8 +77,10 @@ class Parrot:
         self.base = base
         self._script = torch.tensor([*script, 0])  # behind the last position nothing is sampled
 
-    def forward(self, tokens: Tensor, attention: AttentionStep, taps: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
-        hidden, tapped = self.base.forward(tokens, attention, taps)
+    def forward(
+        self, tokens: Tensor, attention: AttentionStep, taps: tuple[int, ...] = (), computes: Callable[[], None] = nothing
+    ) -> tuple[Tensor, Tensor | None]:
+        hidden, tapped = self.base.forward(tokens, attention, taps, computes)
         return torch.cat([hidden, attention.layout.positions[:, None].to(hidden.dtype)], 1), tapped
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -103,9 +105,11 @@ class Counter:
         self.least, self.greatest = torch.tensor(0), torch.tensor(0)
         self.base = base
 
-    def forward(self, tokens: Tensor, attention: AttentionStep, taps: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, tokens: Tensor, attention: AttentionStep, taps: tuple[int, ...] = (), computes: Callable[[], None] = nothing
+    ) -> tuple[Tensor, Tensor | None]:
         self.least, self.greatest = torch.minimum(self.least, tokens.min()), torch.maximum(self.greatest, tokens.max())
-        hidden, tapped = self.base.forward(tokens, attention, taps)
+        hidden, tapped = self.base.forward(tokens, attention, taps, computes)
         return torch.cat([hidden, tokens[:, None].to(hidden.dtype)], 1), tapped
 
     def logits(self, hidden: Tensor) -> Tensor:

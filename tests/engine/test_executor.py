@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from slipstream.engine.executor import ThreadExecutor, nothing
+from slipstream.engine.executor import ThreadExecutor
 from slipstream.engine.plan import StepPlan
+from slipstream.types import nothing
 
 SOON_S = 10.0
 

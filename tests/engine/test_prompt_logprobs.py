@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -19,7 +19,7 @@ from slipstream.speculate.off import Off
 from slipstream.testing import drafters as d
 from slipstream.testing.hash_lm import HashLM
 from slipstream.testing.tiny import CONTEXT_LEN, tiny_checkpoint, tiny_model
-from slipstream.types import FinishReason, SamplingParams, TokenLogprobs
+from slipstream.types import FinishReason, SamplingParams, TokenLogprobs, nothing
 from tests.cases.stage import Watch
 from tests.engine.harness import Answer, DrafterFactory, Job, assert_equal, collect, drain, make_engine, reference, run
 from tests.engine.test_equality import params, prompt
@@ -201,8 +201,10 @@ class Counted:
         self._base = base
         self.counts: list[int] = []
 
-    def forward(self, tokens: Tensor, attention: AttentionStep, taps: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
-        return self._base.forward(tokens, attention, taps)
+    def forward(
+        self, tokens: Tensor, attention: AttentionStep, taps: tuple[int, ...] = (), computes: Callable[[], None] = nothing
+    ) -> tuple[Tensor, Tensor | None]:
+        return self._base.forward(tokens, attention, taps, computes)
 
     def logits(self, hidden: Tensor) -> Tensor:
         if len(hidden):
@@ -218,8 +220,10 @@ class SickAt(Counted):
         self.hidden_size += 1
         self._token = token
 
-    def forward(self, tokens: Tensor, attention: AttentionStep, taps: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
-        hidden, tapped = super().forward(tokens, attention, taps)
+    def forward(
+        self, tokens: Tensor, attention: AttentionStep, taps: tuple[int, ...] = (), computes: Callable[[], None] = nothing
+    ) -> tuple[Tensor, Tensor | None]:
+        hidden, tapped = super().forward(tokens, attention, taps, computes)
         return torch.cat([hidden, (tokens == self._token)[:, None].to(hidden.dtype)], 1), tapped
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -16,13 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.cache.ledger import Ledger
-from slipstream.engine.executor import nothing
 from slipstream.engine.plan import StepPlan, StepResult
 from slipstream.engine.runner import Runner
 from slipstream.engine.scheduler import Launched
 from slipstream.engine.settle import Settler
 from slipstream.testing.tiny import FAMILIES
-from slipstream.types import EngineOutput
+from slipstream.types import EngineOutput, nothing
 from tests.fuzz.schedule import Schedule, Setting, draw, run, run_seed, shrink
 from tests.fuzz.universe import NUM_REAL_JOBS
 

@@ -17,7 +17,6 @@ from slipstream.attention.base import AttentionStep
 from slipstream.attention.kv import KVCache
 from slipstream.config import EngineConfig
 from slipstream.engine.build import pick_num_pages
-from slipstream.engine.executor import nothing
 from slipstream.engine.memory import Memory, plan_memory
 from slipstream.engine.plan import StepPlan, StepResult
 from slipstream.engine.runner import Runner
@@ -31,7 +30,7 @@ from slipstream.speculate.registry import Target, build_drafter
 from slipstream.testing.byte_tokenizer import ByteTokenizer
 from slipstream.testing.hash_lm import HashLM
 from slipstream.testing.tiny import tiny_checkpoint, tiny_model
-from slipstream.types import SamplingParams
+from slipstream.types import SamplingParams, nothing
 from tests.cases.stage import greedy
 from tests.engine.harness import Answer, DrafterFactory, Job, assert_equal, drain, make_engine, reference, run
 
@@ -64,9 +63,11 @@ class Resized:
         self.num_layers, self.kv_layers, self.hidden_size = base.num_layers, base.kv_layers, base.hidden_size
         self._base = base
 
-    def forward(self, tokens: Tensor, attention: AttentionStep, taps: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, tokens: Tensor, attention: AttentionStep, taps: tuple[int, ...] = (), computes: Callable[[], None] = nothing
+    ) -> tuple[Tensor, Tensor | None]:
         assert int(tokens.max()) < self.vocab_size, "an id without an embedding"
-        return self._base.forward(tokens.clamp(max=self._base.vocab_size - 1), attention, taps)
+        return self._base.forward(tokens.clamp(max=self._base.vocab_size - 1), attention, taps, computes)
 
     def logits(self, hidden: Tensor) -> Tensor:
         logits = self._base.logits(hidden)
@@ -83,9 +84,11 @@ class Short:
         self.logits = base.logits
         self._base = base
 
-    def forward(self, tokens: Tensor, attention: AttentionStep, taps: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, tokens: Tensor, attention: AttentionStep, taps: tuple[int, ...] = (), computes: Callable[[], None] = nothing
+    ) -> tuple[Tensor, Tensor | None]:
         assert int(attention.layout.positions.max()) < self.context_len, "a position behind its last"
-        return self._base.forward(tokens, attention, taps)
+        return self._base.forward(tokens, attention, taps, computes)
 
 
 @pytest.fixture

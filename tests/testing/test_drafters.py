@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.engine.executor import nothing
 from slipstream.engine.plan import StepPlan, StepResult
 from slipstream.engine.runner import Runner
 from slipstream.relay import DraftInput, RelayPayload
@@ -29,7 +28,7 @@ from slipstream.testing.drafters import (
 from slipstream.testing.hash_lm import HashLM
 from slipstream.testing.relaying import RelayingDrafter, RelayMismatch, relaying
 from slipstream.testing.tiny import tiny_model
-from slipstream.types import SamplingParams
+from slipstream.types import SamplingParams, nothing
 from tests.engine.harness import Answer, Job, run
 
 PARAMS = {

@@ -21,11 +21,11 @@ from typing import Protocol
 
 from slipstream.config import EngineConfig
 from slipstream.engine.build import assemble_engine
-from slipstream.engine.executor import Device, StepHandle, ThreadExecutor, nothing
+from slipstream.engine.executor import Device, StepHandle, ThreadExecutor
 from slipstream.engine.plan import StepPlan, StepResult
 from slipstream.seeds import seed_i
 from slipstream.text.detokenize import StopScanner
-from slipstream.types import EngineRequest, SamplingParams
+from slipstream.types import EngineRequest, SamplingParams, nothing
 from slipstream.weights.loaded import LoadedModel
 
 Ids = list[int]

@@ -12,17 +12,14 @@ from functools import partial
 from typing import Protocol
 
 from slipstream.engine.plan import StepPlan, StepResult
-
-
-def nothing() -> None:
-    """For devices that nobody listens to."""
+from slipstream.types import nothing
 
 
 class Device(Protocol):
     """Runs one plan to its end."""
 
     def run(self, plan: StepPlan, computes: Callable[[], None] = nothing) -> StepResult:
-        """Compute a step. `computes` is called once the step is prepared and its long part begins."""
+        """Compute a step. `computes` is called once, where its long part begins."""
         ...
 
     def close(self) -> None:

@@ -21,7 +21,6 @@ from slipstream.attention.kv import SCRATCH_PAGE, KVCache
 from slipstream.attention.layout import build_layout
 from slipstream.engine.device_state import DeviceState
 from slipstream.engine.drafting import Drafting
-from slipstream.engine.executor import nothing
 from slipstream.engine.masks import MaskPort
 from slipstream.engine.page_moves import PageMoves
 from slipstream.engine.parts import Parts
@@ -37,6 +36,7 @@ from slipstream.speculate.accept import COUPLED, AcceptRule
 from slipstream.speculate.base import Draft, Drafter, Verdict
 from slipstream.speculate.sampled_rows import SampledRows, row_ancestors
 from slipstream.speculate.verify import verify
+from slipstream.types import nothing
 
 
 class Runner:
@@ -105,8 +105,7 @@ class Runner:
 
             masks = self._masks.start(plan, sampled)
             given, attention = self._tokens(plan, index, sampled), self._begin(plan, index, parts, sampled)
-            computes()
-            hidden, taps = self.model.forward(given, attention, self._drafting.taps(plan))
+            hidden, taps = self.model.forward(given, attention, self._drafting.taps(plan), computes)
             logits = self.model.logits(hidden.index_select(0, index.sampled) if plan.chunks else hidden)
             if self._num_known_ids < logits.shape[1]:
                 logits[:, self._num_known_ids :] = -torch.inf

@@ -9,6 +9,8 @@ in their window and in which rotary embedding they turn by, if any.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -18,6 +20,7 @@ from slipstream.layers.embedding import Embedding
 from slipstream.layers.linear import Product
 from slipstream.layers.norm import HeadNorm, RMSNorm
 from slipstream.layers.rotary import Rotary, Turn
+from slipstream.types import nothing
 
 
 class Attention:
@@ -167,8 +170,11 @@ class Decoder:
             for block in blocks
         )
 
-    def forward(self, tokens: Tensor, attention: AttentionStep, taps: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, tokens: Tensor, attention: AttentionStep, taps: tuple[int, ...] = (), computes: Callable[[], None] = nothing
+    ) -> tuple[Tensor, Tensor | None]:
         """See `models.base.CausalLM.forward`."""
+        computes()
         hidden = self.embedding(tokens)
         turns = tuple(rotary.at(attention.layout.positions, self.dtype) for rotary in self.rotaries)
         tapped: dict[int, Tensor] = {}

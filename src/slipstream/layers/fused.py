@@ -8,6 +8,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -19,6 +21,7 @@ from slipstream.kernels.cpu.matrix import Gate, PackedMatrix
 from slipstream.layers.decoder import Block, Decoder
 from slipstream.layers.linear import GATES, Gated, Product, Side
 from slipstream.layers.norm import RMSNorm
+from slipstream.types import nothing
 
 
 class FusedDecoder(Decoder):
@@ -41,14 +44,15 @@ class FusedDecoder(Decoder):
         )
         self.kernel = layers
 
-    def forward(self, tokens: Tensor, attention: AttentionStep, taps: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, tokens: Tensor, attention: AttentionStep, taps: tuple[int, ...] = (), computes: Callable[[], None] = nothing
+    ) -> tuple[Tensor, Tensor | None]:
         """See `models.base.CausalLM.forward`."""
         if not isinstance(attention, CpuStep):
-            return super().forward(tokens, attention, taps)
-        # Few operators before the call: from the runner's word that the step computes until there, the host takes the GIL.
-        layout = attention.layout
+            return super().forward(tokens, attention, taps, computes)
+        layout, embedded = attention.layout, self.embedding(tokens)
         turns = [rotary.first_tables(max(layout.max_key_lens)) for rotary in self.rotaries]
-        return self.kernel.forward(self.embedding(tokens), attention.batch, attention.cache, layout.positions, turns, taps)
+        return self.kernel.forward(embedded, attention.batch, attention.cache, layout.positions, turns, taps, computes)
 
 
 def fused(plain: Decoder) -> Decoder:

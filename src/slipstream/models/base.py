@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from slipstream.attention.base import AttentionStep
 from slipstream.attention.kv import LayerKV
+from slipstream.types import nothing
 
 
 class CausalLM(Protocol):
@@ -21,11 +23,14 @@ class CausalLM(Protocol):
     dtype: torch.dtype
     kv_layers: tuple[LayerKV, ...]
 
-    def forward(self, tokens: Tensor, attention: AttentionStep, taps: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, tokens: Tensor, attention: AttentionStep, taps: tuple[int, ...] = (), computes: Callable[[], None] = nothing
+    ) -> tuple[Tensor, Tensor | None]:
         """Run all layers on tokens [T] int64 at `attention.layout.positions`.
 
         Returns hidden [T, hidden], after the final norm, and, where `taps` names layers, the residual entering those
         layers, concatenated [T, len(taps) * hidden] (layer num_layers means: after the last layer, before the norm).
+        `computes` is called once, where the long part begins; whoever waits for it takes the interpreter.
         """
         ...
 

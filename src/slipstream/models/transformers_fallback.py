@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +33,7 @@ from slipstream.models.config import LAYER_TYPES, CheckpointConfig
 from slipstream.models.known import known_types
 from slipstream.models.parameters import Parameters
 from slipstream.observe import log
+from slipstream.types import nothing
 
 _logger = logging.getLogger(__name__)
 _NAME = "slipstream"  # of our function among the library's attention implementations
@@ -138,8 +139,11 @@ class TransformersModel:
                 whole.set_submodule(name, _Given())
         self._compare(wanted, config)
 
-    def forward(self, tokens: Tensor, attention: AttentionStep, taps: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, tokens: Tensor, attention: AttentionStep, taps: tuple[int, ...] = (), computes: Callable[[], None] = nothing
+    ) -> tuple[Tensor, Tensor | None]:
         """See `models.base.CausalLM.forward`."""
+        computes()
         reset = _step.set(attention)
         try:
             positions = attention.layout.positions[None]

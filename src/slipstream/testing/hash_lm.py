@@ -11,13 +11,14 @@ makes a key's place in the read order irrelevant; its position counts. Arithmeti
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from slipstream.attention.base import AttentionStep, BatchLayout
 from slipstream.attention.kv import KVCache, LayerKV
+from slipstream.types import nothing
 
 # Odd 63-bit constants: a key's token and position, the own token and position, a vocabulary id, a layer, the two of mix.
 KEY_TOKEN = 0x1D8E4E27C47D124F
@@ -83,8 +84,11 @@ class HashLM:
         self._offset = torch.full((vocab_size,), -SPREAD / 2, dtype=torch.float64, device=device)
         self._offset[list(eos_token_ids)] += eos_bias
 
-    def forward(self, tokens: Tensor, attention: AttentionStep, taps: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, tokens: Tensor, attention: AttentionStep, taps: tuple[int, ...] = (), computes: Callable[[], None] = nothing
+    ) -> tuple[Tensor, Tensor | None]:
         """Hash tokens [T] int64 with all they see. Returns hidden [T, 1] int64 and taps [T, len(taps)] float64 in [0, 1)."""
+        computes()
         layout = attention.layout
         visible = layout.visible()
         x, seen = tokens, {}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -18,6 +18,7 @@ from slipstream.errors import InvariantBroken, ModelError
 from slipstream.kernels.cpu.attention import AttentionBatch, CacheTensors
 from slipstream.kernels.cpu.library import Function, kernels
 from slipstream.kernels.cpu.matrix import Gate, PackedMatrix
+from slipstream.types import nothing
 
 _POINTER, _INT, _LONG, _REAL = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
 
@@ -185,6 +186,7 @@ class DecoderKernel:
         positions: Tensor,
         turns: Sequence[tuple[Tensor, Tensor]],
         taps: Sequence[int] = (),
+        computes: Callable[[], None] = nothing,
     ) -> tuple[Tensor, Tensor | None]:
         """All layers and the final norm: [T, hidden] float32, and the residuals that enter the layers `taps` names (the number
         of layers: what leaves the last), side by side, [T, len(taps) * hidden]; None without taps.
@@ -197,6 +199,7 @@ class DecoderKernel:
             turns: cos and sin of each rotary embedding at positions 0, 1, ..., [more than the last position, dim / 2] float32,
                 dense.
             taps: see above.
+            computes: called just before the call that takes long, without the GIL.
 
         Raises `InvariantBroken` for what does not fit.
         """
@@ -225,6 +228,7 @@ class DecoderKernel:
             None if states is None else states.data_ptr(),
             len(taps),
         )
+        computes()
         self._forward(self._address, ctypes.addressof(whole))
         return out, states
 
