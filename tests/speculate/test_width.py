@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from slipstream.speculate.choice import OFF, Choice, RowDrafting, Shape
-from slipstream.speculate.width import Curve, WidthModel
+from slipstream.speculate.curve import Curve
+from slipstream.speculate.width import WidthModel
 
 DEPTH = 8
 LIGHT = Shape(DEPTH, DEPTH, 1 + DEPTH)

@@ -272,8 +272,9 @@ class _Bench:
         """With as many pages as this needs: several engines share the memory, and none may take what it can get."""
         if config.num_pages is not None or config.kv_cache_memory_bytes is not None:
             return config
-        longest = max(len(ids) for prompts in self._prompts.values() for ids in prompts) + self._args.output_len + SPARE_LEN
-        num_pages = max(self._args.concurrency) * -(-longest // config.page_size)
+        # The prompt that tells what a step costs is as long as --input-len whatever the others are.
+        prompt_len = max([self._args.input_len, *(len(ids) for prompts in self._prompts.values() for ids in prompts)])
+        num_pages = max(self._args.concurrency) * -(-(prompt_len + self._args.output_len + SPARE_LEN) // config.page_size)
         return EngineConfig(**{**config.model_dump(), "num_pages": num_pages})
 
     def _write(self) -> None:

@@ -110,26 +110,34 @@ class Scheduler:
         plan = launched.plan
         num_nodes: Counter[str] = Counter()
         for row in plan.rows:
-            num_nodes[row.drafter] += row.num_nodes
+            if row.num_nodes:
+                num_nodes[row.drafter] += row.num_nodes
+        draft_s = dict(result.propose_s)
+        if result.observe_s:
+            self._learn_observing(plan, result, draft_s)
+        num_prompt_tokens = sum(chunk.num_tokens for chunk in plan.chunks)
         in_drafters = sum(result.propose_s.values()) + sum(result.observe_s.values())
+        self._chooser.step_took(len(plan.rows), num_prompt_tokens, num_nodes, result.device_s - in_drafters, draft_s)
+        if not num_nodes:
+            return
+        first = len(launched.sampled) - len(plan.rows)
+        for request, row, accepted in zip(launched.sampled[first:], plan.rows, result.accept_lens[first:].tolist(), strict=True):
+            if row.num_nodes and request.finish_reason is None:
+                self._chooser.draft_was(request.drafting, row.drafter, max(accepted - 1, 0), row.num_nodes)
+
+    def _learn_observing(self, plan: StepPlan, result: StepResult, draft_s: dict[str, float]) -> None:
+        """What it takes to watch prompts and to catch up is not what drafts take; what it takes to see a draft's verdict is."""
         prompts = {chunk.observer for chunk in plan.chunks}
         filled: Counter[str] = Counter()
         for fill in plan.fills:
             filled[fill.drafter] += fill.num_tokens
-        draft_s = dict(result.propose_s)
-        for name, seconds in result.observe_s.items():  # what it takes to watch prompts and to catch up is not what drafts take
+        for name, seconds in result.observe_s.items():
             if name in filled and name not in prompts:
                 self._chooser.filled(name, filled[name], seconds)
             elif name not in prompts and name in draft_s:
                 draft_s[name] += seconds
             elif name not in prompts:
                 self._chooser.watched(name, sum(row.observer == name for row in plan.rows), seconds)
-        num_prompt_tokens = sum(chunk.num_tokens for chunk in plan.chunks)
-        self._chooser.step_took(len(plan.rows), num_prompt_tokens, num_nodes, result.device_s - in_drafters, draft_s)
-        first = len(launched.sampled) - len(plan.rows)
-        for request, row, accepted in zip(launched.sampled[first:], plan.rows, result.accept_lens[first:].tolist(), strict=True):
-            if row.num_nodes and request.finish_reason is None:
-                self._chooser.draft_was(request.drafting, row.drafter, max(accepted - 1, 0), row.num_nodes)
 
     def plan(self) -> Launched | None:
         """The next step, or None when there is nothing to launch right now."""

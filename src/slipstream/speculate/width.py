@@ -15,99 +15,33 @@ Machines are faster and slower by turns. What is known of plain steps, which mos
 the pace, and all is kept at one pace: else drafts that were measured in good times would look cheap in bad ones.
 
 A row that drafts nothing would never learn that it should, and rows that always draft would never learn that plain steps have
-become cheap. A two-hundredth of the time is set aside for trying: it is saved up step by step, and spent on the row and drafter
-that have gone longest without, or on a step without drafts. It imports no torch.
+become cheap. Less than a hundredth of the time is set aside for trying: it is saved up step by step, and spent on the row and
+drafter that have gone longest without, or on a step without drafts. It imports no torch.
 """
 
 from __future__ import annotations
 
-import bisect
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from slipstream.speculate.choice import OFF, Acceptance, Choice, RowDrafting, Shape
+from slipstream.speculate.curve import LOWER, SHARE, Curve
 
-SHARE, LOWER = 0.05, 0.3  # of a measurement in what is known, and of one that took less: others make a step slower, none faster
-HASTY, FEW = 0.5, 4  # of the first few, where they took less: a first step of its kind may wait for much that is not its own
-OUTLIER = 1.5  # a measurement counts as at most this many times what is known: machines have hiccups
 PACE, JUMP = 0.3, 1.2  # share of a plain step in how fast the machine is just now, and how much slower it may say that this is
-FORGET = 400  # measurements after which one that was not made again says nothing any more
 ROW_MEMORY, ALL_MEMORY = 0.85, 0.99  # how much of what was seen still counts one draft later, of a row and of all
 PRIOR_WEIGHT = 1.0  # levels that a new request is thought to have seen, with the acceptance of the others
 FIRST_ALPHA = 0.6  # acceptance before anything is known: worth a try
 PROMISE = 1.05  # drafting must promise this many times the rate of plain decoding: of many noisy estimates the best is too good
 Costs = Mapping[str, Sequence[float]]  # by drafter, of 1, 2, ... levels
 
-TRYING_SHARE = 0.005
+REST = 2  # steps without nodes, and without news of drafts, before the same rows are looked at again
+TRYING_SHARE = 0.008
 TRIED_LEVELS = 2
 PLAIN_AGE = 16  # steps with nodes after which what one without takes is worth a look
 CHANGE = 0.1  # tokens a step by which another observer must promise more than what there is
 STAY = 32  # steps for which a new observer is thought to stay; one that cannot catch up leaves after so many idle ones,
 LEAVE = 4  # or after so many if it does not promise what watching takes: a step to watch, one to draft, two until that is settled
-
-
-class Curve:
-    """Seconds as a function of a count: what was measured, straight lines between and beyond, never falling.
-
-    Most of it was measured some time ago, perhaps while another process kept the machine busy. So the newest measurement tells
-    of its neighbours, too: fewer take no longer, and more take no longer than in proportion. What has not been measured again
-    for long is forgotten, so that a wrong value does not keep itself from being corrected.
-
-    Args:
-        lower: share that a measurement which took less has in what is known.
-    """
-
-    def __init__(self, lower: float) -> None:
-        self._lower = lower
-        self._times: dict[int, int] = {}  # how often each count was measured
-        self._seconds: dict[int, float] = {}
-        self._measured: dict[int, int] = {}
-        self._counts: list[int] = []
-        self._highest: list[float] = []  # of the seconds up to each count: what makes it never fall
-        self._now = 0
-
-    def add(self, count: int, seconds: float) -> None:
-        """One measurement."""
-        self._now += 1
-        count = _rounded(count)
-        known = self._seconds.get(count)
-        if known is None:
-            bisect.insort(self._counts, count)
-        else:
-            share = (HASTY if self._times[count] < FEW else self._lower) if seconds < known else SHARE
-            seconds = known + share * (min(seconds, OUTLIER * known) - known)
-        self._seconds[count] = seconds
-        self._times[count] = self._times.get(count, 0) + 1
-        self._measured[count] = self._now
-        oldest = min(self._measured, key=self._measured.__getitem__)
-        if len(self._counts) > 2 and self._measured[oldest] < self._now - FORGET:
-            del self._measured[oldest], self._seconds[oldest], self._times[oldest]
-            self._counts.remove(oldest)
-        self.bound(count, seconds)
-
-    def bound(self, count: int, seconds: float) -> None:
-        """`count` take at most so long: fewer take no longer, and more no longer than in proportion."""
-        for other, value in self._seconds.items():
-            self._seconds[other] = min(value, seconds * max(1.0, other / count))
-        highest = 0.0
-        self._highest = [highest := max(highest, self._seconds[each]) for each in self._counts]
-
-    def known(self, count: int) -> float | None:
-        """What a count that was measured takes; None where it was not."""
-        return self._seconds.get(_rounded(count))
-
-    def __call__(self, count: float) -> float | None:
-        """Seconds at a count; None where nothing was measured yet."""
-        counts, seconds = self._counts, self._highest
-        if not counts:
-            return None
-        if len(counts) == 1:  # flat: what a step bound by memory is, and an invitation to the measurement that tells
-            return seconds[0] if count >= counts[0] else seconds[0] * count / counts[0]
-        right = min(max(1, bisect.bisect_left(counts, count)), len(counts) - 1)
-        left = right - 1
-        slope = (seconds[right] - seconds[left]) / (counts[right] - counts[left])
-        return max(0.0, seconds[left] + slope * (count - counts[left]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +57,30 @@ class Base:
         return self.num_rows + self.num_other_tokens
 
 
+@dataclass(slots=True)
+class Rest:
+    """A choice of no node that stands for some steps more, for the same rows: to choose takes the host's time too.
+
+    Attributes:
+        steps: that are left.
+        rows, most, num_other_tokens: what was chosen for.
+        plain_s: seconds of a step without nodes.
+        choices: what was chosen.
+    """
+
+    steps: int
+    rows: list[RowDrafting]
+    most: list[int]
+    num_other_tokens: int
+    plain_s: float
+    choices: list[Choice]
+
+    def is_of(self, rows: Sequence[RowDrafting], most: Sequence[int], num_other_tokens: int) -> bool:
+        """Whether these are the same."""
+        same = len(rows) == len(self.rows) and num_other_tokens == self.num_other_tokens and most == self.most
+        return same and all(row is other for row, other in zip(rows, self.rows, strict=True))
+
+
 class WidthModel:
     """A `Chooser` that measures.
 
@@ -135,7 +93,8 @@ class WidthModel:
         self._light = [name for name, shape in self._shapes.items() if not shape.has_state]
         self._stateful = [name for name, shape in self._shapes.items() if shape.has_state]
         self._plain_s = Curve(SHARE)  # steps without nodes; what passes is their pace
-        self._verify_s = Curve(LOWER)  # steps with nodes
+        self._verify_s = Curve(LOWER)  # steps with nodes, at their best: dear by chance, they would not be measured again
+        self._tried_s = Curve(SHARE)  # the same on average: what tries really take
         self._pace = 1.0  # what a step takes now, as a multiple of what such a step is known to take
         self._since_plain = 0
         self._draft_s = {name: Curve(LOWER) for name in self._shapes}
@@ -144,6 +103,7 @@ class WidthModel:
         self._all = {name: Acceptance() for name in self._shapes}
         self._saved_s = 0.0
         self._step = 0
+        self._rest: Rest | None = None
 
     def step_took(
         self, num_rows: int, num_other_tokens: int, num_nodes: Mapping[str, int], step_s: float, draft_s: Mapping[str, float]
@@ -157,6 +117,7 @@ class WidthModel:
             self._plain_s.add(num_tokens, step_s)
         elif not num_other_tokens:
             self._verify_s.add(num_rows + all_nodes, step_s)
+            self._tried_s.add(num_rows + all_nodes, step_s)
             self._plain_s.bound(num_rows + all_nodes, step_s)  # without nodes they would have taken no longer
         self._since_plain = self._since_plain + 1 if all_nodes else 0
         for name, count in num_nodes.items():
@@ -174,6 +135,7 @@ class WidthModel:
 
     def draft_was(self, row: RowDrafting, drafter: str, num_accepted: int, num_nodes: int) -> None:
         """A row's draft of `num_nodes` nodes had `num_accepted` of its levels accepted."""
+        self._rest = None
         levels = self._levels(drafter, num_nodes)
         row.record(drafter).add(num_accepted, levels, ROW_MEMORY)
         self._all[drafter].add(num_accepted, levels, ALL_MEMORY)
@@ -188,6 +150,12 @@ class WidthModel:
     def choose(self, rows: Sequence[RowDrafting], most: Sequence[int], num_other_tokens: int) -> list[Choice]:
         """See `Chooser`."""
         self._step += 1
+        if (rest := self._rest) is not None:
+            if rest.steps and rest.is_of(rows, most, num_other_tokens):
+                rest.steps -= 1
+                self._saved_s += TRYING_SHARE * rest.plain_s
+                return rest.choices
+            self._rest = None
         base = Base(len(rows), num_other_tokens)
         plain_s = self._plain_s(base.num_tokens)
         if not plain_s:  # nothing measured yet
@@ -196,6 +164,7 @@ class WidthModel:
         costs = {} if one_alone else self._costs(base)
         drafters = [self._pick(row, costs) for row in rows]
         levels, rate = self._best_levels(rows, drafters, most, base)
+        rests = one_alone and not any(levels)
         if any(levels) and not num_other_tokens and self._since_plain > PLAIN_AGE:
             lost_s = plain_s - len(rows) / rate
             if lost_s <= self._saved_s:
@@ -214,6 +183,8 @@ class WidthModel:
             on_trial = row.on_trial if most[place] else ""  # nobody comes who may not draft
             observer = on_trial or self._observer(row, drafter, most[place], costs, len(rows), plain_s)
             choices.append(Choice(drafter if count else OFF, min(most[place], self._nodes(drafter, count)), observer))
+        if rests and not any(levels):
+            self._rest = Rest(REST, list(rows), list(most), num_other_tokens, plain_s, choices)
         return choices
 
     # -- who ------------------------------------------------------------------------------------------------------------
@@ -335,7 +306,7 @@ class WidthModel:
         _, place, name = min(tries)
         tried = min(TRIED_LEVELS, self._levels(name, most[place]))
         nodes = self._all_nodes(drafters, levels)
-        seconds = self._seconds_of(base)
+        seconds = self._seconds_of(base, self._tried_s)
         cost = seconds(nodes + Counter({name: self._nodes(name, tried)})) - seconds(nodes)
         comes = name not in self._options(rows[place])
         if comes:
@@ -355,15 +326,16 @@ class WidthModel:
                 nodes[name] += self._nodes(name, count)
         return nodes
 
-    def _seconds_of(self, base: Base) -> Callable[[Mapping[str, int]], float]:
-        """What a step takes beside `base`, by the nodes of each drafter."""
+    def _seconds_of(self, base: Base, verify: Curve | None = None) -> Callable[[Mapping[str, int]], float]:
+        """What a step takes with `base`, by the nodes of each drafter; `verify`: what steps with nodes take."""
+        verify = verify or self._verify_s
         plain_s, alone_s = self._plain_s(base.num_tokens) or 0.0, self._plain_s(base.num_rows) or 0.0
 
         def seconds(nodes: Mapping[str, int]) -> float:
             all_nodes = sum(nodes.values())
             if not all_nodes:
                 return plain_s
-            verify_s = self._verify_s(base.num_rows + all_nodes) or self._plain_s(base.num_rows + all_nodes) or 0.0
+            verify_s = verify(base.num_rows + all_nodes) or self._plain_s(base.num_rows + all_nodes) or 0.0
             drafting = sum(self._draft_s[name](count) or 0.0 for name, count in nodes.items() if count)
             return plain_s + max(verify_s - alone_s, 0.0) + drafting
 
@@ -379,11 +351,3 @@ class WidthModel:
     def _nodes_per_level(self, drafter: str) -> float:
         shape = self._shapes[drafter]
         return max(1.0, shape.num_nodes / max(shape.depth, 1))
-
-
-def _rounded(count: int) -> int:
-    """Counts that differ by less than an eighth share a mean."""
-    if count <= 16:
-        return count
-    step = 1 << (count.bit_length() - 4)
-    return count // step * step
