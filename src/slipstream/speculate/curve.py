@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 
-SHARE, LOWER = 0.05, 0.3  # of a measurement in what is known, and of one that took less: others make a step slower, none faster
+SHARE, LOWER = 0.05, 0.2  # of a measurement in what is known, and of one that took less: others make a step slower, none faster
 HASTY, FEW = 0.5, 4  # of the first few, where they took less: a first step of its kind may wait for much that is not its own
 OUTLIER = 1.5  # a measurement counts as at most this many times what is known: machines have hiccups
 FORGET = 400  # measurements after which one that was not made again says nothing any more

@@ -30,9 +30,9 @@ from slipstream.speculate.curve import LOWER, SHARE, Curve
 
 PACE, JUMP = 0.3, 1.2  # share of a plain step in how fast the machine is just now, and how much slower it may say that this is
 ROW_MEMORY, ALL_MEMORY = 0.85, 0.99  # how much of what was seen still counts one draft later, of a row and of all
-PRIOR_WEIGHT = 1.0  # levels that a new request is thought to have seen, with the acceptance of the others
+PRIOR_WEIGHT = 2.0  # levels that a new request is thought to have seen, with the acceptance of the others
 FIRST_ALPHA = 0.6  # acceptance before anything is known: worth a try
-PROMISE = 1.05  # drafting must promise this many times the rate of plain decoding: of many noisy estimates the best is too good
+PROMISE = 1.08  # drafting must promise this many times the rate of plain decoding: of many noisy estimates the best is too good
 Costs = Mapping[str, Sequence[float]]  # by drafter, of 1, 2, ... levels
 
 REST = 2  # steps without nodes, and without news of drafts, before the same rows are looked at again
@@ -63,21 +63,20 @@ class Rest:
 
     Attributes:
         steps: that are left.
-        rows, most, num_other_tokens: what was chosen for.
+        rows, num_other_tokens: what was chosen for.
         plain_s: seconds of a step without nodes.
         choices: what was chosen.
     """
 
     steps: int
     rows: list[RowDrafting]
-    most: list[int]
     num_other_tokens: int
     plain_s: float
     choices: list[Choice]
 
-    def is_of(self, rows: Sequence[RowDrafting], most: Sequence[int], num_other_tokens: int) -> bool:
+    def is_of(self, rows: Sequence[RowDrafting], num_other_tokens: int) -> bool:
         """Whether these are the same."""
-        same = len(rows) == len(self.rows) and num_other_tokens == self.num_other_tokens and most == self.most
+        same = len(rows) == len(self.rows) and num_other_tokens == self.num_other_tokens
         return same and all(row is other for row, other in zip(rows, self.rows, strict=True))
 
 
@@ -151,7 +150,7 @@ class WidthModel:
         """See `Chooser`."""
         self._step += 1
         if (rest := self._rest) is not None:
-            if rest.steps and rest.is_of(rows, most, num_other_tokens):
+            if rest.steps and rest.is_of(rows, num_other_tokens):
                 rest.steps -= 1
                 self._saved_s += TRYING_SHARE * rest.plain_s
                 return rest.choices
@@ -184,7 +183,7 @@ class WidthModel:
             observer = on_trial or self._observer(row, drafter, most[place], costs, len(rows), plain_s)
             choices.append(Choice(drafter if count else OFF, min(most[place], self._nodes(drafter, count)), observer))
         if rests and not any(levels):
-            self._rest = Rest(REST, list(rows), list(most), num_other_tokens, plain_s, choices)
+            self._rest = Rest(REST, list(rows), num_other_tokens, plain_s, choices)
         return choices
 
     # -- who ------------------------------------------------------------------------------------------------------------
