@@ -25,7 +25,7 @@ from slipstream.speculate.base import Drafter
 from slipstream.text.tokenizer import Tokenizer
 from slipstream.weights.loaded import Numbers
 
-_NOT_DRAFTERS = frozenset({"accept", "base", "choice", "registry", "sampled_rows", "verify", "width"})
+_NOT_DRAFTERS = frozenset({"accept", "base", "choice", "curve", "registry", "sampled_rows", "verify", "width"})
 
 
 @dataclass(frozen=True, slots=True)
