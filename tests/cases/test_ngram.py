@@ -177,11 +177,12 @@ def sharers() -> tuple[CausalLM, list[Job], list[Answer]]:
 
 
 @each_lag
-def test_s23_a_slots_next_owner_sees_nothing_of_the_one_before(lag: int) -> None:
+@pytest.mark.parametrize("text", [LINES, text_ids("abc" * 400)], ids=["lines", "short period"])
+def test_s23_a_slots_next_owner_sees_nothing_of_the_one_before(text: tuple[int, ...], lag: int) -> None:
     """One slot. A long text, then a shorter prompt whose words that text holds: as on a fresh engine, token for token and draft
-    for draft; and each step makes progress."""
-    model = copier()
-    first, second = Job(LINES[:300], greedy(60)), Job(LINES[:20], greedy(40))
+    for draft; and each step makes progress. Where the period is short, a draft could run on into what the first owner left."""
+    model = Parrot(HashLM(vocab_size=259, context_len=1024), text[:1024])
+    first, second = Job(text[:300], greedy(60)), Job(text[:20], greedy(40))
     seen: dict[bool, tuple[Answer, list[int]]] = {}
     for fresh in (True, False):
         watch = Watch()
@@ -217,11 +218,14 @@ def test_s28_every_depth_at_every_concurrency(mode: str, k: int) -> None:
         assert_equal(got, wanted[:concurrency], (mode, k, concurrency))
         assert all(min(committed[:-1], default=1) >= 1 for committed in watch.runs.values())
         assert max(row.num_nodes for plan in watch.plans for row in plan.rows) >= k
+        assert mode == "rand" or concurrency == 1 or sum(answer.num_accepted for answer in got) > 0, "there must be runs"
 
 
 @cache
 def of_all_lengths() -> tuple[CausalLM, list[Job], list[Answer]]:
     model = HashLM(vocab_size=64, context_len=512)
     lengths = (40, 1, 200, 7, 16, 90, 3, 128)
-    jobs = [Job(tuple((n + i % (3 + n)) % 60 for i in range(length)), greedy(12 + 5 * n)) for n, length in enumerate(lengths)]
+    few = tuple(range(3))  # every other answer repeats itself
+    params = [greedy(12 + 5 * n, allowed_token_ids=few if n % 2 else None) for n in range(len(lengths))]
+    jobs = [Job(tuple((n + i % (3 + n)) % 60 for i in range(length)), params[n]) for n, length in enumerate(lengths)]
     return model, jobs, reference(model, jobs)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 
 import pytest
+import torch
+from torch import Tensor
 
 from slipstream.seeds import seed_i
 from slipstream.testing.hash_lm import HashLM
@@ -57,6 +61,25 @@ def test_s17_penalties_advance_with_every_token(mode: str, lag: int, penalty: st
     got = run(tiny_model("qwen2"), [job], lag=lag, eos=(), drafters={mode: MODES[mode](7)})
     assert_equal(got, [wanted_of_s17(penalty)], (mode, lag, penalty))
     assert got[0].token_ids != wanted_of_s17("none").token_ids, "the penalty must change this answer"
+    assert_drafts_count(mode, got)
+
+
+class Stairs(Parrot):
+    """A model that likes each of its first tokens a few units better than the next one, wherever it is."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return torch.arange(self.vocab_size, 0, -1, dtype=self.dtype).mul(4.5).expand(len(hidden), -1)
+
+
+@each_lag
+@each_mode
+def test_s17_a_token_counts_as_often_as_the_run_says_it(mode: str, lag: int) -> None:
+    """One and the same token several times in a run: each of them makes the next one less likely."""
+    model = Stairs(HashLM(vocab_size=64, context_len=128), [0] * 128)
+    jobs = [Job((5, 9, 2), greedy(40, frequency_penalty=penalty)) for penalty in (1.0, 2.0)]
+    got = run(model, jobs, lag=lag, eos=(), drafters={mode: MODES[mode](7)})
+    assert got[0].token_ids[:8] == [0, 0, 0, 0, 0, 1, 0, 1] and got[1].token_ids[:4] == [0, 0, 0, 1]
+    assert_equal(got, reference(model, jobs, eos=()), (mode, lag))
     assert_drafts_count(mode, got)
 
 
@@ -112,6 +135,13 @@ def test_s19_unseeded_requests_have_streams_of_their_own(mode: str) -> None:
     same = [one.outputs[0].text for one in generated(model, [MOO] * 16, seeded, **cell)]
     same += [one.outputs[0].text for one in generated(model, [MOO] * 4, seeded, **{**cell, "batch": 1})]
     assert set(same) == {seeded_text()[:12]}
+
+
+def test_s19_another_process_draws_other_seeds() -> None:
+    """A server that is started anew must not begin the stream of its seeds anew."""
+    script = "from slipstream.seeds import draw_seed; print(draw_seed())"
+    drawn = {subprocess.run([sys.executable, "-c", script], check=True, capture_output=True).stdout for _ in range(3)}
+    assert len(drawn) == 3
 
 
 @cache

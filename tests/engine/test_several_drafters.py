@@ -88,10 +88,9 @@ def test_who_comes_back_has_caught_up(lag: int, page_size: int, budget: int) -> 
 
 @pytest.mark.parametrize("names", [("ngram", "model"), ("model", "ngram"), ("ngram", "head", "model")])
 def test_the_cost_model_chooses(names: tuple[str, ...]) -> None:
-    """Real times: who is chosen may differ from run to run, what is answered may not."""
+    """Real times: who is chosen, if anybody, may differ from run to run, what is answered may not."""
     engine = engine_of(names, lag=1, adaptive_speculation=True)
     assert_equal(run_on(engine, JOBS), reference(MODEL, JOBS, eos=()), names)
-    assert engine.stats().num_accepted > 0
 
 
 class HeadFromTheSecondOn(Widest):

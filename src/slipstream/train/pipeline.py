@@ -110,9 +110,10 @@ class Pipeline:
             raise ConfigError("the answers must have two tokens or more, but none has", hint="--max-tokens, or other prompts")
         store = self._features(useful, stop)
         vocabulary = self._vocabulary(useful)
-        with folder.timed("training"), torch_threads(num_threads):
-            trainer = self._trainer(store, vocabulary)
-            trainer.run(self._reporter, stop)
+        with folder.timed("training"):
+            trainer = self._trainer(store, vocabulary)  # where all else was done before, this loads the target
+            with torch_threads(num_threads):
+                trainer.run(self._reporter, stop)
         export(trainer.head, vocabulary, self._target, folder.head, EXPORT_DTYPE)
         measured = None
         if self._data.held_out:
