@@ -277,5 +277,5 @@ def test_drafting_can_be_capped_or_switched_off(given: Any, kept: int | None) ->
 
 @pytest.mark.parametrize("wrong", [-1, 1.5, "no", 2**40])
 def test_a_wrong_cap_of_drafting(wrong: Any) -> None:
-    with pytest.raises(InvalidParameter, match="speculate must be an integer from 0"):
+    with pytest.raises(InvalidParameter, match="speculate must be true, false or an integer from 0"):
         SamplingParams(speculate=wrong)

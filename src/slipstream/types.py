@@ -120,8 +120,8 @@ class SamplingParams:
             _integer("truncate_prompt_tokens", self.truncate_prompt_tokens, 1, MAX_COUNT)
         if isinstance(self.speculate, bool):
             put("speculate", None if self.speculate else 0)
-        elif self.speculate is not None:
-            _integer("speculate", self.speculate, 0, MAX_COUNT)
+        elif self.speculate is not None and (not isinstance(self.speculate, int) or not 0 <= self.speculate <= MAX_COUNT):
+            raise InvalidParameter("speculate", f"be true, false or an integer from 0 to {MAX_COUNT}", self.speculate)
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidParameter(name, "be true or false", getattr(self, name))

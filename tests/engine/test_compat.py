@@ -30,7 +30,10 @@ BAD_CONFIGS = {
     "unknown drafter or option": EngineConfig(speculate=("nope:width=4",)),
     "unknown attention backend": EngineConfig(attention_backend="nope"),
     "a drafter given twice": EngineConfig(speculate=("ngram", "ngram:width=2")),
-    "several drafters without the cost model": EngineConfig(speculate=("ngram", "off"), adaptive_speculation=False),
+    "off beside other drafters": EngineConfig(speculate=("ngram", "off")),
+    "several drafters without the cost model": EngineConfig(
+        speculate=("ngram", "draft_model:model=m"), adaptive_speculation=False
+    ),
     "too few tokens a step": EngineConfig(max_num_batched_tokens=1),
     "quantised weights on cuda": EngineConfig(device="cuda", allow_untested=True, quantization="q4"),
     "exact kernels where none compute": EngineConfig(cpu_kernels="exact", dtype="float64"),

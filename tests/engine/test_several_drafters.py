@@ -16,6 +16,7 @@ from slipstream.engine.runner import Runner
 from slipstream.speculate.choice import OFF, Choice, RowDrafting, Shape, Widest
 from slipstream.speculate.draft_model import DraftModel
 from slipstream.speculate.ngram import NGram
+from slipstream.speculate.width import WidthModel
 from slipstream.testing.drafters import DrafterFactory
 from slipstream.testing.hash_lm import HashLM
 from slipstream.types import DraftCounts, SamplingParams
@@ -91,6 +92,33 @@ def test_the_cost_model_chooses(names: tuple[str, ...]) -> None:
     """Real times: who is chosen, if anybody, may differ from run to run, what is answered may not."""
     engine = engine_of(names, lag=1, adaptive_speculation=True)
     assert_equal(run_on(engine, JOBS), reference(MODEL, JOBS, eos=()), names)
+
+
+class OnPaper(WidthModel):
+    """The cost model with times that do not depend on the machine: a node costs a twentieth of a step, drafting as much."""
+
+    def __init__(self, shapes: Mapping[str, Shape], config: EngineConfig) -> None:
+        super().__init__(shapes)
+
+    def step_took(
+        self, num_rows: int, num_other_tokens: int, num_nodes: Mapping[str, int], step_s: float, draft_s: Mapping[str, float]
+    ) -> None:
+        nodes = sum(num_nodes.values())
+        drafted = {name: 0.005 * count for name, count in num_nodes.items()}
+        super().step_took(num_rows, num_other_tokens, num_nodes, 0.1 + 0.005 * (num_rows + num_other_tokens + nodes), drafted)
+
+    def filled(self, drafter: str, num_tokens: int, fill_s: float) -> None:
+        super().filled(drafter, num_tokens, 0.001 * num_tokens)
+
+    def watched(self, drafter: str, num_rows: int, watch_s: float) -> None:
+        super().watched(drafter, num_rows, 0.001 * num_rows)
+
+
+@pytest.mark.parametrize("names", [("ngram", "model"), ("model", "ngram"), ("ngram", "head", "model")])
+def test_the_cost_model_finds_drafters_that_are_always_right(names: tuple[str, ...]) -> None:
+    engine = engine_of(names, lag=1, adaptive_speculation=True, chooser=OnPaper)
+    assert_equal(run_on(engine, JOBS), reference(MODEL, JOBS, eos=()), names)
+    assert engine.stats().num_accepted > 0.5 * sum(job.params.max_tokens or 0 for job in JOBS)
 
 
 class HeadFromTheSecondOn(Widest):

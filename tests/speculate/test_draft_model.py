@@ -124,6 +124,24 @@ def test_the_target_itself_is_accepted_whole(width: int, lag: int, page_size: in
     assert short <= 2 * len(JOBS), "only the limit may cut a run: once, and a step of nothing where that one was in flight"
 
 
+def test_the_host_need_not_wait_until_the_draft_is_made() -> None:
+    """A draft's passes take long; the step before is handed over ahead of them."""
+    said: list[str] = []
+    original, propose = Runner.run, DraftModel.propose
+
+    def run_spy(self: Runner, plan: StepPlan, computes: Callable[[], None] = nothing) -> StepResult:
+        return original(self, plan, lambda: said.append("computes"))
+
+    def propose_spy(self: DraftModel, ctx: StepContext, payload: RelayPayload, width: int) -> Draft:
+        said.append("drafts")
+        return propose(self, ctx, payload, width)
+
+    with mock.patch.object(Runner, "run", run_spy), mock.patch.object(DraftModel, "propose", propose_spy):
+        run(LLAMA, JOBS[:1], drafters={"draft": draft_model(3)})
+    assert "drafts" in said
+    assert all(said[place - 1] == "computes" for place, word in enumerate(said) if word == "drafts")
+
+
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 def test_cached_and_copied_pages_hold_its_kv_too(lag: int, page_size: int) -> None:

@@ -297,7 +297,8 @@ def test_a_target_whose_states_cannot_be_reached_is_refused(tmp_path: Path) -> N
 
 def test_the_defaults(tmp_path: Path) -> None:
     folder = saved(random_head(1), tmp_path / "head")
-    for options, shape in (("", (3, 3)), (",topk=4,steps=4", (4, 8)), (",topk=2,steps=1", (1, 2)), (",steps=5", (5, 5))):
+    large = (",topk=2,steps=200", (200, 256))
+    for options, shape in (large, ("", (3, 3)), (",topk=4,steps=4", (4, 8)), (",topk=2,steps=1", (1, 2)), (",steps=5", (5, 5))):
         name, drafter = build_drafter(f"eagle:model={folder}{options}", Target(target(), 16))
         assert (name, drafter.depth, drafter.num_nodes) == ("eagle", *shape)
 

@@ -25,7 +25,8 @@ def test_specs() -> None:
 
 
 @pytest.mark.parametrize("spec, must", [("nope", "must name one of"), ("verify", "must name one of"), ("off:x", "key=value"),
-                                        ("off:width=4", "no options")])  # fmt: skip
+                                        ("off:width=4", "no options"), ("ngram:width=2,width=3", "has width twice"),
+                                        ("ngram:,,", "key=value, but got ''"), ("ngram:width=2,", "key=value")])  # fmt: skip
 def test_wrong_specs_are_refused(spec: str, must: str) -> None:
     with pytest.raises(ConfigError, match=must):
         build_drafter(spec, TARGET)

@@ -13,6 +13,7 @@ from slipstream.attention.registry import backend_names
 from slipstream.config import EngineConfig
 from slipstream.errors import ConfigError, InvalidParameter, SlipstreamError, Unsupported
 from slipstream.sampling.grammar import grammar_kinds
+from slipstream.speculate.choice import OFF
 from slipstream.speculate.registry import check_spec, parse_spec
 from slipstream.types import EngineRequest
 
@@ -75,6 +76,13 @@ def _each_drafter_once(config: EngineConfig) -> SlipstreamError | None:
     return ConfigError(f"--speculate must name each drafter once, but got {list(config.speculate)}", hint="leave one out")
 
 
+def _off_stands_alone(config: EngineConfig) -> SlipstreamError | None:
+    if len(config.speculate) <= 1 or OFF not in (parse_spec(spec)[0] for spec in config.speculate):
+        return None
+    given = list(config.speculate)
+    return ConfigError(f"--speculate off must stand alone, but got {given}", hint="leave it out, or all the others")
+
+
 def _several_drafters_are_chosen_from(config: EngineConfig) -> SlipstreamError | None:
     if len(config.speculate) <= 1 or config.adaptive_speculation:
         return None
@@ -135,6 +143,7 @@ STARTUP_ROWS: tuple[StartupRow, ...] = (
     StartupRow("cuda is untested", _cuda_is_untested),
     StartupRow("unknown drafter or option", _known_drafters),
     StartupRow("a drafter given twice", _each_drafter_once),
+    StartupRow("off beside other drafters", _off_stands_alone),
     StartupRow("several drafters without the cost model", _several_drafters_are_chosen_from),
     StartupRow("unknown attention backend", _known_backend),
     StartupRow("too few tokens a step", _a_prompt_token_a_step),

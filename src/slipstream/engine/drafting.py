@@ -9,7 +9,7 @@ The engine never asks which drafter it has: plain decoding is a group whose draf
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -68,11 +68,14 @@ class Drafting:
         names = {part.observer for part in plan.parts}
         return tuple(sorted({layer for name in names for layer in self._drafters[name].taps}))
 
-    def propose(self, plan: StepPlan, parts: Parts) -> tuple[Tensor, Draft]:
-        """Roots [R] and drafts of the verify rows `parts`, clamped to what the plan and each row's limit allow."""
+    def propose(self, plan: StepPlan, parts: Parts, computes: Callable[[], None]) -> tuple[Tensor, Draft]:
+        """Roots [R] and drafts of the verify rows `parts`, clamped to what the plan and each row's limit allow.
+
+        `computes` is called before drafters that are not light: they have passes of their own, and those take long.
+        """
         width = plan.verify_width
         proposing = self._proposing(plan.rows)
-        groups = [(picked, *self._propose_group(plan, *key, picked, parts)) for key, picked in proposing.items()]
+        groups = [(picked, *self._propose_group(plan, *key, picked, parts, computes)) for key, picked in proposing.items()]
         if len(groups) == 1:
             roots, draft = groups[0][1:]
             draft = _padded(draft, width)
@@ -127,7 +130,7 @@ class Drafting:
         return groups
 
     def _propose_group(
-        self, plan: StepPlan, relayed_by: str, name: str, picked: list[int], parts: Parts
+        self, plan: StepPlan, relayed_by: str, name: str, picked: list[int], parts: Parts, computes: Callable[[], None]
     ) -> tuple[Tensor, Draft]:
         planned = [plan.rows[i] for i in picked]
         group = parts if len(picked) == len(parts) else parts.at(self._state.upload(picked))
@@ -140,6 +143,8 @@ class Drafting:
             return bonus, Draft(bonus.new_empty((len(picked), 0)), torch.zeros_like(bonus))
         drafter = self._drafters[name]
         ctx = self._context(drafter, planned, group, self._rows_of(planned))
+        if name not in self._light:
+            computes()
         with _timed(name, self._propose_s):
             draft = drafter.propose(ctx, payload, width)
         _check_probs(name, draft)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
+from threading import Event
 from typing import Protocol
 
 from slipstream.engine.plan import StepPlan, StepResult
@@ -19,7 +19,7 @@ class Device(Protocol):
     """Runs one plan to its end."""
 
     def run(self, plan: StepPlan, computes: Callable[[], None] = nothing) -> StepResult:
-        """Compute a step. `computes` is called once, where its long part begins."""
+        """Compute a step. `computes` is called where a long part begins: at least once in a step that ends well."""
         ...
 
     def close(self) -> None:
@@ -51,6 +51,22 @@ class Executor(Protocol):
         ...
 
 
+class _Handle:
+    """A step of the worker thread's; its result is there for others once it is handed over."""
+
+    step: Future[StepResult]  # set before anybody has the handle
+
+    def __init__(self) -> None:
+        self.handed_over = Event()
+
+    def done(self) -> bool:
+        return self.handed_over.is_set() and self.step.done()
+
+    def result(self) -> StepResult:
+        self.handed_over.wait()
+        return self.step.result()
+
+
 class ThreadExecutor:
     """One worker thread; the forward stream of a CPU.
 
@@ -64,14 +80,14 @@ class ThreadExecutor:
     def __init__(self, device: Device) -> None:
         self._device = device
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="device")
-        self._queued: deque[Future[StepResult]] = deque()  # those that have not begun
-        self._hand_over: Callable[[], None] = nothing  # the result that waits for the step behind it
+        self._queued: deque[_Handle] = deque()  # those that have not begun
+        self._ended: _Handle | None = None  # waits for the step behind it
 
     def submit(self, plan: StepPlan) -> StepHandle:
         """Queue a step behind those submitted before; never blocks."""
-        handle: Future[StepResult] = Future()
+        handle = _Handle()
         self._queued.append(handle)
-        self._pool.submit(self._run, plan)
+        handle.step = self._pool.submit(self._run, plan)
         return handle
 
     def close(self) -> None:
@@ -79,19 +95,17 @@ class ThreadExecutor:
         self._pool.shutdown(wait=True)
         self._device.close()
 
-    def _run(self, plan: StepPlan) -> None:
+    def _run(self, plan: StepPlan) -> StepResult:
         handle = self._queued.popleft()
         try:
-            result = self._device.run(plan, self._deliver)
-        except BaseException as error:  # noqa: BLE001 - whoever asks for the result is told
-            self._deliver()
-            self._hand_over = partial(handle.set_exception, error)
-        else:
-            self._deliver()
-            self._hand_over = partial(handle.set_result, result)
-        if not self._queued:  # a step submitted from here on finds this one handed over
-            self._deliver()
+            return self._device.run(plan, self._hand_over)
+        finally:
+            self._hand_over()  # where the step did not come to compute
+            self._ended = handle
+            if not self._queued:  # a step submitted from here on finds this one handed over
+                self._hand_over()
 
-    def _deliver(self) -> None:
-        hand_over, self._hand_over = self._hand_over, nothing
-        hand_over()
+    def _hand_over(self) -> None:
+        if self._ended is not None:
+            self._ended.handed_over.set()
+            self._ended = None

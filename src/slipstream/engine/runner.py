@@ -99,7 +99,7 @@ class Runner:
             self._apply(plan)
             index = StepIndex.of(plan, self._device)
             parts = self._parts(plan)
-            roots, draft = self._propose(plan, parts)
+            roots, draft = self._propose(plan, parts, computes)
             at_roots = self._at_roots(index, parts)
             sampled = self._sampled_rows(plan, index, at_roots, roots, draft)
 
@@ -179,9 +179,9 @@ class Runner:
         limits, tables = (each.index_select(0, rows.slots) for each in (self.state.limits, self.state.page_tables))
         return Parts(rows, lengths, limits, tables)
 
-    def _propose(self, plan: StepPlan, parts: Parts) -> tuple[Tensor, Draft]:
+    def _propose(self, plan: StepPlan, parts: Parts, computes: Callable[[], None]) -> tuple[Tensor, Draft]:
         if plan.rows:
-            return self._drafting.propose(plan, parts[len(plan.chunks) :] if plan.chunks else parts)
+            return self._drafting.propose(plan, parts[len(plan.chunks) :] if plan.chunks else parts, computes)
         none = parts.lengths.new_empty(0)
         return none, Draft(none.view(0, 0), none)
 

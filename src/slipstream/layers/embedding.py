@@ -7,7 +7,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from slipstream.kernels.cpu.matrix import PackedMatrix
-from slipstream.kernels.formats import Matrix, QuantizedTensor
+from slipstream.kernels.formats import Matrix, QuantizedTensor, same_values
+
+ROWS_AT_A_TIME = 4096
 
 
 class Embedding:
@@ -33,10 +35,16 @@ class Embedding:
         """Where the table is."""
         return self.weight.device if isinstance(self.weight, Tensor) else torch.device("cpu")
 
-    def table(self) -> Matrix:
-        """The whole table, unscaled; made anew where it is packed."""
+    def holds(self, table: Matrix) -> bool:
+        """Whether the table, unscaled, has the same numbers as one of the same shape."""
         weight = self.weight
-        return weight.weight_rows(torch.arange(weight.num_outputs)) if isinstance(weight, PackedMatrix) else weight
+        if not isinstance(weight, PackedMatrix):
+            return same_values(table, weight)
+        for start in range(0, weight.num_outputs, ROWS_AT_A_TIME):  # all of it in float32 may be gigabytes
+            rows = torch.arange(start, min(start + ROWS_AT_A_TIME, weight.num_outputs))
+            if not same_values(table.narrow(0, start, len(rows)), weight.weight_rows(rows)):
+                return False
+        return True
 
     def __call__(self, tokens: Tensor) -> Tensor:
         """[T] int64 -> [T, hidden]."""

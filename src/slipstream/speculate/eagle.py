@@ -276,7 +276,7 @@ def parse(options: Mapping[str, str]) -> Options:
     if not options.get("model"):
         raise ConfigError("--speculate eagle must name its head, but has no model", hint="eagle:model=FOLDER_OR_HUB_ID")
     topk, steps = integer_option("eagle", options, "topk", 1, MOST), integer_option("eagle", options, "steps", 3, MOST)
-    usual = steps if topk == 1 else min(2 * steps, _most_nodes(topk, steps))
+    usual = steps if topk == 1 else min(2 * steps, _most_nodes(topk, steps), MOST)
     draft_tokens = integer_option("eagle", options, "draft_tokens", usual, MOST)
     if topk == 1 and draft_tokens != steps:
         raise ConfigError(

@@ -191,7 +191,7 @@ def corpus_ids(path: Path, target: Target) -> list[int]:
     try:
         text = path.read_text("utf-8")
         found = json.loads(text) if path.suffix == ".json" else _encoded(text, path, target)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # the last: nested too deeply
         raise ConfigError(f"the corpus of --speculate ngram must be readable, but got: {error}") from None
     if not isinstance(found, list) or any(type(one) is not int for one in found):
         raise ConfigError(f"{path.name} must hold a list of token ids, but got {shown(found)}")

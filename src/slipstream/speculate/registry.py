@@ -67,11 +67,13 @@ def parse_spec(spec: str) -> tuple[str, dict[str, str]]:
     """`name:key=value,key=value` -> (name, options)."""
     name, _, rest = spec.partition(":")
     options: dict[str, str] = {}
-    for part in filter(None, rest.split(",")):
-        key, equals, value = part.partition("=")
+    for part in rest.split(",") if rest else ():
+        key, equals, value = (piece.strip() for piece in part.partition("="))
         if not equals:
             raise ConfigError(f"--speculate options must be key=value, but got {part!r}", hint="e.g. name:width=4")
-        options[key.strip()] = value.strip()
+        if key in options:
+            raise ConfigError(f"--speculate options must be given once, but {spec!r} has {key} twice", hint="leave one out")
+        options[key] = value
     return name.strip(), options
 
 

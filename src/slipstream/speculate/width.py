@@ -30,9 +30,9 @@ from slipstream.speculate.curve import LOWER, SHARE, Curve
 
 PACE, JUMP = 0.3, 1.2  # share of a plain step in how fast the machine is just now, and how much slower it may say that this is
 ROW_MEMORY, ALL_MEMORY = 0.85, 0.99  # how much of what was seen still counts one draft later, of a row and of all
-PRIOR_WEIGHT = 2.0  # levels that a new request is thought to have seen, with the acceptance of the others
+PRIOR_WEIGHT = 1.5  # levels that a new request is thought to have seen, with the acceptance of the others
 FIRST_ALPHA = 0.6  # acceptance before anything is known: worth a try
-PROMISE = 1.08  # drafting must promise this many times the rate of plain decoding: of many noisy estimates the best is too good
+PROMISE = 1.06  # drafting must promise this many times the rate of plain decoding: of many noisy estimates the best is too good
 Costs = Mapping[str, Sequence[float]]  # by drafter, of 1, 2, ... levels
 
 REST = 2  # steps without nodes, and without news of drafts, before the same rows are looked at again

@@ -68,7 +68,7 @@ def read_json(path: Path) -> Mapping[str, Any]:
         value = json.loads(path.read_text("utf-8"))
     except FileNotFoundError:
         raise ModelError(f"{path.name} must be in the model's folder, but it is missing") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # the last: nested too deeply
         raise ModelError(f"{path.name} must be readable JSON, but got: {error}") from None
     if not isinstance(value, dict):
         raise ModelError(f"{path.name} must hold a JSON object, but got {shown(value)}")

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import ModelError, shown
-from slipstream.kernels.formats import Matrix, QuantizedTensor, same_values
+from slipstream.kernels.formats import Matrix, QuantizedTensor
 from slipstream.layers.activation import ACTIVATIONS
 from slipstream.layers.decoder import Attention, Decoder, GatedMLP
 from slipstream.layers.embedding import Embedding
@@ -255,7 +255,7 @@ class _Builder:
             return shared
         shape = (self.target.vocab_size, self.target.hidden_size)
         own = self.parameters.take_matrix(EMBEDDING, shape, sensitive=True)
-        if same_values(own, shared.table()):
+        if shared.holds(own):
             self.parameters.untake(own)
             return shared
         return Embedding(own, dtype=self.parameters.dtype)
