@@ -26,8 +26,8 @@ from tests.equality.jobs import CASES, CONTEXT_LEN, model_of, wanted
 
 # Tokens the pool holds under pressure, by concurrency: the largest request fits, and those that run at once outgrow it. Prompts
 # that share cached pages need less.
-TIGHT = {2: 104, 4: 136, 8: 208}
-TIGHT_WITH_CACHE = {2: 104, 4: 128, 8: 176}
+TIGHT = {2: 104, 4: 136, 8: 188}
+TIGHT_WITH_CACHE = {2: 104, 4: 128, 8: 164}
 NUM_WAVES = 4  # in which requests come where there is pressure, each more urgent than those before
 MAX_STEPS_BETWEEN_WAVES = 24
 
@@ -157,7 +157,7 @@ def engine_of(configuration: Configuration, watch: Watch) -> Engine:
 def budget(configuration: Configuration) -> int:
     """Tokens a step: enough for most rows as wide as may be, and what is left for no prompt of some length."""
     nodes = configuration.k * {"self_tree": 3}.get(configuration.drafter, 2 if "tree" in configuration.drafter else 1)
-    return min(96, max(8 + 3 * configuration.concurrency, configuration.concurrency * (1 + nodes) * 3 // 4))
+    return min(96, max(8 + 3 * configuration.concurrency, configuration.concurrency * (1 + nodes) * 2 // 3))
 
 
 def run(engine: Engine, configuration: Configuration, counts: Counter[str]) -> list[Answer]:
