@@ -148,6 +148,7 @@ def _systems(layers: int) -> list[Callable[[Sequence[str] | None], System | None
         ours("q8", Format.Q8, None),
         ours("q4", Format.Q4, None),
         ours("q4k", Format.Q4K, None),
+        ours("q5", Format.Q5, None),
         ours("q6k", Format.Q6K, None),
         ours("bf16", Format.BF16, None),
         ours("f32", Format.F32, None),
@@ -174,7 +175,7 @@ def _random(form: Format, out: int, inputs: int) -> Tensor | QuantizedTensor:
     if form.has_mins:
         codes = torch.randint(0, 256, (out, inputs // 2), dtype=torch.uint8)
         return QuantizedTensor(form, (out, inputs), codes, scales, -8 * scales)
-    largest = 32 if form is Format.Q6K else 127
+    largest = {Format.Q5: 16, Format.Q6K: 32}.get(form, 127)
     codes = torch.randint(-largest, largest, (out, inputs), dtype=torch.int8)
     return QuantizedTensor(form, (out, inputs), codes, scales)
 

@@ -20,7 +20,8 @@ def random_matrix(form: Format, out: int, inputs: int, seed: int = 0) -> Matrix:
         codes = torch.randint(0, 256, (out, inputs // 2), generator=g, dtype=torch.uint8)
         mins = (torch.randn(out, inputs // form.group, generator=g) * 0.1).to(form.scale_dtype)
         return QuantizedTensor(form, (out, inputs), codes, scales, mins)
-    low, high = (-32, 32) if form is Format.Q6K else (-128, 128)  # both ends: their products are the largest sums
+    reach = {Format.Q5: 16, Format.Q6K: 32}.get(form, 128)
+    low, high = -reach, reach  # both ends: their products are the largest sums
     codes = torch.randint(low, high, (out, inputs), generator=g, dtype=torch.int8)
     return QuantizedTensor(form, (out, inputs), codes, scales)
 

@@ -21,8 +21,8 @@ def random_matrix(form: Format, shape: tuple[int, int], seed: int = 0) -> Quanti
     if form.has_mins:
         codes = torch.randint(0, 256, (out, inputs // 2), generator=made, dtype=torch.uint8)
         return QuantizedTensor(form, shape, codes, scales, torch.randn(groups, generator=made).to(form.scale_dtype))
-    bound = 127 if form is Format.Q8 else 32
-    codes = torch.randint(-bound, bound, shape, generator=made).to(torch.int8)
+    reach = {Format.Q5: 16, Format.Q6K: 32}.get(form, 128)
+    codes = torch.randint(-reach, reach, shape, generator=made).to(torch.int8)
     return QuantizedTensor(form, shape, codes, scales)
 
 
@@ -65,8 +65,9 @@ def test_a_matrix_of_many_blocks_equals_its_rows(form: Format) -> None:
 @pytest.mark.parametrize("form", QUANTIZED)
 def test_bytes(form: Format) -> None:
     matrix = random_matrix(form, (4, 64))
-    parts = [matrix.codes, matrix.scales, *([] if matrix.mins is None else [matrix.mins])]
-    assert matrix.num_bytes == sum(part.nbytes for part in parts) == form.bytes_of((4, 64))
+    bits = {Format.Q8: 8, Format.Q5: 5, Format.Q6K: 6}.get(form, 4)
+    numbers = [matrix.scales, *([] if matrix.mins is None else [matrix.mins])]
+    assert form.bytes_of((4, 64)) == 256 * bits // 8 + sum(part.nbytes for part in numbers)
     assert matrix.num_elements == 256
 
 

@@ -197,7 +197,7 @@ def test_denormals_and_extremes(form: Format, mode: Mode) -> None:
     expected = left @ right.T
     got = packed(large)
     fits = expected.abs() < 3e38
-    assert_close(got[fits], expected[fits], (left.abs() @ right.abs().T)[fits])
+    assert_close(got[fits], expected[fits], (left.abs() @ right.abs().T + 1e-30)[fits])  # a code may be 0
 
 
 def test_the_callers_floating_point_state_is_kept() -> None:
@@ -294,7 +294,7 @@ def test_the_library_checks_what_it_is_given(library: Kernels) -> None:
             call(*good[:place], value, *good[place + 1 :])
     struct = packed._struct
     for field, value, text in (
-        ("format", 6, "format"),
+        ("format", len(Format), "format"),
         ("format", -1, "format"),
         ("outputs", 0, "sizes"),
         ("inputs", 0, "sizes"),

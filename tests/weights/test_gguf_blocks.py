@@ -17,7 +17,7 @@ from slipstream.weights.gguf_blocks import unpack
 from slipstream.weights.held import KEPT
 
 FORMATS = {
-    Kind.Q8_0: Format.Q8, Kind.Q5_0: Format.Q8, Kind.Q4_0: Format.Q4, Kind.Q4_1: Format.Q4,
+    Kind.Q8_0: Format.Q8, Kind.Q5_0: Format.Q5, Kind.Q4_0: Format.Q4, Kind.Q4_1: Format.Q4,
     Kind.Q4_K: Format.Q4K, Kind.Q6_K: Format.Q6K,
 }  # fmt: skip
 # Where the float16 numbers of a block lie: random bits there would be NaN, or so large that they overflow.

@@ -153,7 +153,7 @@ def test_models_of_transformers_are_plain(setting: dict[str, str], message: str,
 def test_a_file_of_all_formats_is_kept_as_it_is(mixed: tuple[Path, Tensor]) -> None:
     path, expected = mixed
     exact = load(str(path), cpu_kernels="exact")
-    assert set(exact.formats) == {"q4", "q8", "float32"}
+    assert set(exact.formats) == {"q4", "q5", "q8", "float32"}
     assert exact.weight_bytes < load(str(path)).weight_bytes / 3
     torch.testing.assert_close(logits(exact), expected, rtol=0, atol=1e-4)
     # Activations in 8 bits, a scale for each 32: a step of 1/127 of the largest, over the few layers there are.

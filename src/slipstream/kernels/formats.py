@@ -6,8 +6,8 @@ A row of a quantised matrix is cut into groups, each with a scale of its own, an
     scales   |      s0       |     s1      | ...          value = scale * code (+ minimum)
     mins     |      m0       |     m1      | ...          q4 and q4k alone
 
-    codes    q8, q6k   one int8 an element
-             q4, q4k   one byte for two: element 2j in the low four bits, 2j + 1 in the high four
+    codes    q8, q5, q6k   one int8 an element; q5 from -16 to 15, q6k from -32 to 31
+             q4, q4k       one byte for two: element 2j in the low four bits, 2j + 1 in the high four
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ class Format(StrEnum):
     Q8 = "q8"
     Q4 = "q4"
     Q4K = "q4k"
+    Q5 = "q5"
     Q6K = "q6k"
 
     @property
@@ -55,15 +56,15 @@ class Format(StrEnum):
     @property
     def scale_dtype(self) -> torch.dtype:
         """Type of scales and minimums: float16 where the formats of files have that, float32 where theirs are products."""
-        return torch.float16 if self in (Format.Q8, Format.Q4) else torch.float32
+        return torch.float16 if self in (Format.Q8, Format.Q4, Format.Q5) else torch.float32
 
     def bytes_of(self, shape: tuple[int, int]) -> int:
-        """Bytes of a matrix [out, in] in this format."""
+        """Bytes of a matrix [out, in] in this format, as its own kernel reads it."""
         elements = shape[0] * shape[1]
         if not self.is_quantized:
             return elements * (4 if self is Format.F32 else 2)
-        codes = elements // 2 if self.has_mins else elements
-        return codes + elements // self.group * self.scale_dtype.itemsize * (2 if self.has_mins else 1)
+        bits = {Format.Q8: 8, Format.Q5: 5, Format.Q6K: 6}.get(self, 4)
+        return elements * bits // 8 + elements // self.group * self.scale_dtype.itemsize * (2 if self.has_mins else 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +74,8 @@ class QuantizedTensor:
     Attributes:
         format: which one.
         shape: (out, in); `in` is whole groups.
-        codes: int8 [out, in] for q8 and q6k; uint8 [out, in / 2] for q4 and q4k.
-        scales: [out, in / group], float16 for q8 and q4, float32 for q4k and q6k.
+        codes: int8 [out, in] for q8, q5 and q6k; uint8 [out, in / 2] for q4 and q4k.
+        scales: [out, in / group], float16 for q8, q4 and q5, float32 for q4k and q6k.
         mins: as scales for q4 and q4k, else None.
 
     Raises `InvariantBroken` on construction where the parts do not fit together.
@@ -110,8 +111,8 @@ class QuantizedTensor:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its parts."""
-        return sum(part.numel() * part.itemsize for part in self._parts())
+        """Bytes as its own kernel reads it; codes of five and six bits take eight here."""
+        return self.format.bytes_of(self.shape)
 
     def rows(self, which: Tensor) -> QuantizedTensor:
         """The rows `which` (int64 [n]) as a matrix of their own, copied: [n, in]."""

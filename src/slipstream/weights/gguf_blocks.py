@@ -117,7 +117,7 @@ def _q6_k(blocks: Tensor) -> Parts:
 
 _KEPT: dict[GGMLQuantizationType, tuple[Format, Callable[[Tensor], Parts]]] = {
     GGMLQuantizationType.Q8_0: (Format.Q8, _q8_0),
-    GGMLQuantizationType.Q5_0: (Format.Q8, _q5_0),
+    GGMLQuantizationType.Q5_0: (Format.Q5, _q5_0),
     GGMLQuantizationType.Q4_0: (Format.Q4, _q4_0),
     GGMLQuantizationType.Q4_1: (Format.Q4, _q4_1),
     GGMLQuantizationType.Q4_K: (Format.Q4K, _q4_k),

@@ -14,7 +14,7 @@ from slipstream.kernels.choice import why_not_kernels
 from slipstream.weights.loaded import Numbers
 
 # GGUF's name of a quantised type that is kept -> ours.
-KEPT = {"Q8_0": "q8", "Q5_0": "q8", "Q4_0": "q4", "Q4_1": "q4", "Q4_K": "q4k", "Q6_K": "q6k"}
+KEPT = {"Q8_0": "q8", "Q5_0": "q5", "Q4_0": "q4", "Q4_1": "q4", "Q4_K": "q4k", "Q6_K": "q6k"}
 _TABLES = ("token_embd.weight", "output.weight", "model.embed_tokens.weight", "lm_head.weight")
 _GROUP = 32  # of q8 and q4
 # Of one element, scales and minimums included.
@@ -22,7 +22,8 @@ _BYTES = {
     "q8": 1 + 2 / 32,
     "q4": 1 / 2 + 4 / 32,
     "q4k": 1 / 2 + 8 / 32,
-    "q6k": 1 + 4 / 16,
+    "q5": 5 / 8 + 2 / 32,
+    "q6k": 6 / 8 + 4 / 16,
     "float32": 4.0,
     "bfloat16": 2.0,
     "float16": 2.0,

@@ -19,7 +19,7 @@ _PANEL = 32
 _GROUP = 32
 _SLICE_BYTES = 8 << 20  # of a part, packed at once: bounds what lies between source and panels
 
-_CODES = {Format.F32: 0, Format.BF16: 1, Format.Q8: 2, Format.Q4: 3, Format.Q4K: 4, Format.Q6K: 5}
+_CODES = {Format.F32: 0, Format.BF16: 1, Format.Q8: 2, Format.Q4: 3, Format.Q4K: 4, Format.Q6K: 5, Format.Q5: 6}
 _PLAIN = {torch.float32: Format.F32, torch.bfloat16: Format.BF16}
 
 Part = Tensor | QuantizedTensor
@@ -93,6 +93,7 @@ class PackedMatrix:
         return self._panels.numel()
 
     @staticmethod
+    @torch.inference_mode()  # the arena's memory may come from within it
     def pack(
         parts: Sequence[Part],
         bias: Tensor | None = None,
@@ -248,7 +249,7 @@ def _panel_bytes(form: Format, inputs: int) -> int:
         return 128 * inputs
     if form is Format.BF16:
         return 64 * -(-inputs // 8) * 8
-    return {Format.Q8: 1088, Format.Q4: 640, Format.Q4K: 768, Format.Q6K: 1280}[form] * groups
+    return {Format.Q8: 1088, Format.Q4: 640, Format.Q4K: 768, Format.Q5: 704, Format.Q6K: 1024}[form] * groups
 
 
 def _rows(parts: Sequence[Part], start: int, count: int, *, paired: bool) -> list[Tensor]:
@@ -293,7 +294,7 @@ def _fill_bf16(panels: Tensor, fields: list[Tensor], inputs: int) -> None:
 
 
 def _fill_bytes(panels: Tensor, fields: list[Tensor], inputs: int) -> None:
-    """q8 and q6k."""
+    """q8."""
     codes, scales = fields
     groups = -(-inputs // _GROUP)
     records = panels.view(panels.shape[0], groups, -1)
@@ -304,19 +305,42 @@ def _fill_bytes(panels: Tensor, fields: list[Tensor], inputs: int) -> None:
     _fill_scales(records[:, :, _PANEL * _GROUP :], scales)
 
 
+def _fill_planes(panels: Tensor, fields: list[Tensor], inputs: int) -> None:
+    """q5 and q6k: four bits as `_fill_nibbles` has them, the further ones in planes."""
+    codes, scales = fields
+    groups = -(-inputs // _GROUP)
+    records = panels.view(panels.shape[0], groups, -1)
+    num_planes = 2 if scales.dtype == torch.float32 else 1
+    codes = torch.nn.functional.pad(codes, (0, groups * _GROUP - inputs)).view(torch.uint8) + (8 << num_planes)
+    _fill_low_bits(records, codes & 15)
+    plane_bytes = _PANEL * _GROUP // 8
+    for plane in range(num_planes):
+        bits = (codes >> (4 + plane) & 1).view(-1, 2, 16, groups, 8, 4).permute(0, 3, 4, 1, 2, 5)
+        bits = bits.reshape(-1, groups, plane_bytes, 8)
+        packed = (bits << torch.arange(8, dtype=torch.uint8)).sum(-1, dtype=torch.uint8)
+        records[:, :, 16 * _GROUP + plane * plane_bytes :][:, :, :plane_bytes].copy_(packed)
+    _fill_scales(records[:, :, 16 * _GROUP + num_planes * plane_bytes :], scales)
+
+
 def _fill_nibbles(panels: Tensor, fields: list[Tensor], inputs: int) -> None:
-    """q4 and q4k: outputs 0-15 of a panel in the low four bits, 16-31 in the high ones."""
+    """q4 and q4k."""
     codes, scales, mins = fields
     groups = inputs // _GROUP
     records = panels.view(panels.shape[0], groups, -1)
-    single = torch.stack((codes & 15, codes >> 4), dim=-1).view(-1, 2, 16 * inputs)
-    fours = (single[:, 0] | single[:, 1] << 4).view(torch.int32)
-    target = records[:, :, : 16 * _GROUP].view(torch.int32).view(-1, groups, 8, 16)
-    target.copy_(fours.view(-1, 16, groups, 8).permute(0, 2, 3, 1))
+    _fill_low_bits(records, torch.stack((codes & 15, codes >> 4), dim=-1).flatten(1))
     tail = records[:, :, 16 * _GROUP :]
     half = tail.shape[2] // 2
     _fill_scales(tail[:, :, :half], scales)
     _fill_scales(tail[:, :, half:], mins)
+
+
+def _fill_low_bits(records: Tensor, codes: Tensor) -> None:
+    """Codes 0 to 15, uint8 [rows, groups * 32]: outputs 0-15 of a panel in the low four bits, 16-31 in the high ones."""
+    groups = records.shape[1]
+    single = codes.view(-1, 2, 16 * groups * _GROUP)
+    fours = (single[:, 0] | single[:, 1] << 4).view(torch.int32)
+    target = records[:, :, : 16 * _GROUP].view(torch.int32).view(-1, groups, 8, 16)
+    target.copy_(fours.view(-1, 16, groups, 8).permute(0, 2, 3, 1))
 
 
 def _fill_scales(target: Tensor, scales: Tensor) -> None:
@@ -333,7 +357,8 @@ _FILLERS = {
     Format.F32: _fill_f32,
     Format.BF16: _fill_bf16,
     Format.Q8: _fill_bytes,
-    Format.Q6K: _fill_bytes,
+    Format.Q5: _fill_planes,
+    Format.Q6K: _fill_planes,
     Format.Q4: _fill_nibbles,
     Format.Q4K: _fill_nibbles,
 }

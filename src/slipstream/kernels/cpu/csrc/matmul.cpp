@@ -109,7 +109,7 @@ void multiply(Pool& pool, const slip_matrix& matrix, const Operand& x, const Out
 
 int check_matrix(const slip_matrix* matrix, int32_t mode) {
     if (!matrix || !matrix->panels) return kNullPointer;
-    if (matrix->format < kF32 || matrix->format > kQ6K) return kBadFormat;
+    if (matrix->format < kF32 || matrix->format > kQ5) return kBadFormat;
     if (mode != kExact && mode != native_mode(matrix->format)) return kBadMode;
     if (matrix->activation < kNoActivation || matrix->activation > kGeluTanh) return kBadMode;
     if (matrix->outputs < 1 || matrix->inputs < 1) return kBadShape;

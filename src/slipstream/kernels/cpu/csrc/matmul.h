@@ -9,7 +9,12 @@
 //     Q4    for each 32 inputs:   [8 fours of inputs][16 outputs][4 inputs], low four bits: outputs 0-15, high: 16-31    512 bytes
 //                                 32 float16 scales, 32 float16 mins                                 128
 //     Q4K   as Q4 with float32 scales and mins                                                 512 + 256
-//     Q6K   as Q8, then float32 scales [2 halves of the inputs][32 outputs]                   1024 + 256
+//     Q5    as Q4 the low four bits of code + 16, then one bit plane: the fifth bits            512 + 128
+//                                 32 float16 scales                                                  64
+//     Q6K   as Q5 the bits of code + 32, with two planes: the fifth bits, the sixth bits        512 + 256
+//                                 float32 scales [2 halves of the inputs][32 outputs]               256
+//
+//     A bit plane: [8 fours of inputs][2 halves][16 outputs][4 inputs], a bit each, the first in the lowest bit of a byte.
 //
 // Inputs are padded with zeros to a multiple of 32 (Q formats) or 8 (BF16), outputs to a multiple of 32.
 // A paired matrix holds the gate's outputs 16 q .. 16 q + 15 and the up's beside them in panel q; its product has half the outputs.
@@ -25,7 +30,7 @@
 
 namespace slip {
 
-enum Format : int32_t { kF32 = 0, kBF16 = 1, kQ8 = 2, kQ4 = 3, kQ4K = 4, kQ6K = 5 };
+enum Format : int32_t { kF32 = 0, kBF16 = 1, kQ8 = 2, kQ4 = 3, kQ4K = 4, kQ6K = 5, kQ5 = 6 };
 constexpr int64_t kPanel = 32;
 
 }  // namespace slip

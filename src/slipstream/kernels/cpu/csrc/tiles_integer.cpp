@@ -38,11 +38,28 @@ struct Nibbles {
     }
 };
 
+// Nibbles and further bits of each code in planes of 128 bytes behind them.
+template <int kPlanes>
+struct Planes {
+    static constexpr int64_t kBytes = 512 + 128 * kPlanes;
+    static Codes load(const uint8_t* p, int four) {
+        Codes codes = Nibbles::load(p, four);
+        SLIP_UNROLL for (int plane = 0; plane < kPlanes; ++plane) {
+            const auto* bits = reinterpret_cast<const __mmask64*>(p + 512 + plane * 128) + 2 * four;
+            const __m512i bit = _mm512_set1_epi8(char(16 << plane));
+            codes.low = _mm512_mask_add_epi8(codes.low, bits[0], codes.low, bit);
+            codes.high = _mm512_mask_add_epi8(codes.high, bits[1], codes.high, bit);
+        }
+        return codes;
+    }
+};
+
 struct Q8 : Bytes {
     static constexpr int64_t kRecord = 1024 + 64;
     static constexpr bool kHasMin = false;
     static constexpr int kParts = 1;  // scales for each group of inputs
-    static Scales scales(const uint8_t* p, int) { return halves(p + 1024); }
+    static constexpr int kExcess = 128;  // what each code is too large by
+    static Scales scales(const uint8_t* p, int) { return halves(p + kBytes); }
 };
 struct Q4 : Nibbles {
     static constexpr int64_t kRecord = 512 + 128;
@@ -58,19 +75,30 @@ struct Q4K : Nibbles {
     static Scales scales(const uint8_t* p, int) { return floats(p + 512); }
     static Scales mins(const uint8_t* p) { return floats(p + 512 + 128); }
 };
-struct Q6K : Bytes {
-    static constexpr int64_t kRecord = 1024 + 256;
+struct Q5 : Planes<1> {
+    static constexpr int64_t kRecord = kBytes + 64;
+    static constexpr bool kHasMin = false;
+    static constexpr int kParts = 1;
+    static constexpr int kExcess = 16;
+    static Scales scales(const uint8_t* p, int) { return halves(p + kBytes); }
+};
+struct Q6K : Planes<2> {
+    static constexpr int64_t kRecord = kBytes + 256;
     static constexpr bool kHasMin = false;
     static constexpr int kParts = 2;
-    static Scales scales(const uint8_t* p, int part) { return floats(p + 1024 + 128 * part); }
+    static constexpr int kExcess = 32;
+    static Scales scales(const uint8_t* p, int part) { return floats(p + kBytes + 128 * part); }
 };
 
-// What the sum of a part starts with: it takes the 128 that each weight is too large by out again.
+// What the sum of a part starts with: it takes what each code is too large by out again.
 template <class F>
 inline __m512i start(const ActivationGroup& x, int part) {
-    if (F::kHasMin) return _mm512_setzero_si512();
-    if (F::kParts == 1) return _mm512_set1_epi32(x.correction);
-    return _mm512_set1_epi32(part == 0 ? x.half_correction : x.correction - x.half_correction);
+    if constexpr (F::kHasMin) {
+        return _mm512_setzero_si512();
+    } else {
+        const int32_t of_128 = F::kParts == 1 ? x.correction : part == 0 ? x.half_correction : x.correction - x.half_correction;
+        return _mm512_set1_epi32(of_128 / (128 / F::kExcess));
+    }
 }
 
 template <class F, int R>
@@ -131,6 +159,7 @@ Tiles integer_tiles(int32_t format) {
         case kQ8: return tiles_of<Q8>();
         case kQ4: return tiles_of<Q4>();
         case kQ4K: return tiles_of<Q4K>();
+        case kQ5: return tiles_of<Q5>();
         default: return tiles_of<Q6K>();
     }
 }

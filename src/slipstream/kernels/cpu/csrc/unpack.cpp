@@ -18,13 +18,13 @@ float single(const uint8_t* p, int64_t i) { return reinterpret_cast<const float*
 // value = scale * code + min, each rounded as torch rounds it: a product, then a sum. `record`: of the 32 inputs that k counts in.
 float value(int32_t format, const uint8_t* record, int64_t k, int64_t output) {
     const int64_t side = output / 16, place = output % 16 * 4 + k % 4;
-    if (format == kQ8 || format == kQ6K) {
-        const int code = record[k / 4 * 128 + side * 64 + place] - 128;
-        return format == kQ8 ? half(record + 1024, output) * float(code)
-                             : single(record + 1024 + k / 16 * 128, output) * float(code);
-    }
+    if (format == kQ8) return half(record + 1024, output) * float(record[k / 4 * 128 + side * 64 + place] - 128);
     const int code = record[k / 4 * 64 + place] >> (4 * side) & 15;
     const uint8_t* tail = record + 512;
+    const int64_t bit = k / 4 * 128 + side * 64 + place;  // of a plane
+    const auto further = [&](int plane) { return (tail[plane * 128 + bit / 8] >> (bit % 8) & 1) << (4 + plane); };
+    if (format == kQ5) return half(tail + 128, output) * float((code | further(0)) - 16);
+    if (format == kQ6K) return single(tail + 256 + k / 16 * 128, output) * float((code | further(0) | further(1)) - 32);
     return format == kQ4 ? half(tail, output) * float(code) + half(tail + 64, output)
                          : single(tail, output) * float(code) + single(tail + 128, output);
 }
@@ -76,7 +76,8 @@ extern "C" int64_t slip_panel_bytes(int32_t format, int64_t inputs) {
         case slip::kQ8: return 1088 * groups;
         case slip::kQ4: return 640 * groups;
         case slip::kQ4K: return 768 * groups;
-        case slip::kQ6K: return 1280 * groups;
+        case slip::kQ5: return 704 * groups;
+        case slip::kQ6K: return 1024 * groups;
         default: return 0;
     }
 }
