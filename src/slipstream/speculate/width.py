@@ -35,7 +35,7 @@ FIRST_ALPHA = 0.6  # acceptance before anything is known: worth a try
 PROMISE = 1.06  # drafting must promise this many times the rate of plain decoding: of many noisy estimates the best is too good
 Costs = Mapping[str, Sequence[float]]  # by drafter, of 1, 2, ... levels
 
-REST = 2  # steps without nodes, and without news of drafts, before the same rows are looked at again
+REST = 6  # steps without nodes, and without news of drafts, before the same rows are looked at again
 TRYING_SHARE = 0.008
 TRIED_LEVELS = 2
 PLAIN_AGE = 16  # steps with nodes after which what one without takes is worth a look
@@ -163,7 +163,7 @@ class WidthModel:
         costs = {} if one_alone else self._costs(base)
         drafters = [self._pick(row, costs) for row in rows]
         levels, rate = self._best_levels(rows, drafters, most, base)
-        rests = one_alone and not any(levels)
+        rests = not any(levels)
         if any(levels) and not num_other_tokens and self._since_plain > PLAIN_AGE:
             lost_s = plain_s - len(rows) / rate
             if lost_s <= self._saved_s:
@@ -182,7 +182,8 @@ class WidthModel:
             on_trial = row.on_trial if most[place] else ""  # nobody comes who may not draft
             observer = on_trial or self._observer(row, drafter, most[place], costs, len(rows), plain_s)
             choices.append(Choice(drafter if count else OFF, min(most[place], self._nodes(drafter, count)), observer))
-        if rests and not any(levels):
+        watched = any(row.on_trial or choice.observer in self._stateful for row, choice in zip(rows, choices, strict=True))
+        if rests and not any(levels) and not watched:
             self._rest = Rest(REST, list(rows), num_other_tokens, plain_s, choices)
         return choices
 
@@ -304,10 +305,10 @@ class WidthModel:
             return
         _, place, name = min(tries)
         tried = min(TRIED_LEVELS, self._levels(name, most[place]))
-        nodes = self._all_nodes(drafters, levels)
+        comes = name not in self._options(rows[place])
+        nodes = Counter() if comes else self._all_nodes(drafters, levels)  # who comes drafts in a later step, perhaps alone
         seconds = self._seconds_of(base, self._tried_s)
         cost = seconds(nodes + Counter({name: self._nodes(name, tried)})) - seconds(nodes)
-        comes = name not in self._options(rows[place])
         if comes:
             cost += self._fill_seconds(rows[place], name) + LEAVE * (self._watch_s[name](1) or 0.0)
         if cost > self._saved_s:
