@@ -37,6 +37,7 @@ FLAGS: tuple[tuple[str, type, str], ...] = (
     ("epochs", int, "passes over the answers"),
     ("learning_rate", float, "the highest; it rises first and then falls to 0"),
     ("batch_tokens", int, "tokens of one step of the optimizer"),
+    ("train_dtype", str, "what products are computed in: bfloat16, float32, or auto, bfloat16 where the device is fast in it"),
     ("seed", int, "of weights, order and sampled answers"),
 )
 

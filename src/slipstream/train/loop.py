@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from slipstream.errors import EngineError, ModelError
+from slipstream.kernels.cpu.build import cpu_flags
 from slipstream.train.features import FeatureStore, Text
 from slipstream.train.folder import replacing
 from slipstream.train.module import IGNORED, Batch, Embed, Head
@@ -111,6 +113,13 @@ def step_losses(head: Head, batch: Batch, embed: Embed, draft_ids: Tensor, num_s
     return total
 
 
+def computes_in_bfloat16(train_dtype: str, device: torch.device) -> bool:
+    """Whether products are computed in bfloat16; `train_dtype` as in `TrainSettings`."""
+    if train_dtype != "auto":
+        return train_dtype == "bfloat16"
+    return torch.cuda.is_bf16_supported(False) if device.type == "cuda" else "avx512_bf16" in cpu_flags()
+
+
 class Trainer:
     """Trains a head, from its checkpoint on where there is one.
 
@@ -134,6 +143,8 @@ class Trainer:
         self._draft_ids = draft_ids.to(self._device)
         self._settings = settings
         self._checkpoint = checkpoint
+        in_bfloat16 = computes_in_bfloat16(settings.train_dtype, self._device)
+        self._autocast = partial(torch.autocast, self._device.type, torch.bfloat16, enabled=in_bfloat16)
         self._optimizer = torch.optim.AdamW(
             head.parameters(), lr=settings.learning_rate, betas=BETAS, weight_decay=0.01, fused=True
         )
@@ -189,8 +200,8 @@ class Trainer:
             "batch": place.batch,
             "tallies": [[one.loss, one.kept, one.right, one.all] for one in place.tallies],
         }
-        with replacing(self._checkpoint) as partial:
-            torch.save(state, partial)
+        with replacing(self._checkpoint) as unfinished:
+            torch.save(state, unfinished)
 
     def _step(self, indices: Sequence[int]) -> float:
         settings, texts = self._settings, self._store.texts
@@ -199,7 +210,8 @@ class Trainer:
             group["lr"] = rate
         rows = [self._store.rows(index) for index in indices]
         batch = Batch.of([texts[index] for index in indices], rows, settings.unroll, self._device)
-        loss = step_losses(self.head, batch, self._embed, self._draft_ids, settings.unroll, self.place.tallies[-1])
+        with self._autocast():
+            loss = step_losses(self.head, batch, self._embed, self._draft_ids, settings.unroll, self.place.tallies[-1])
         self._optimizer.zero_grad(set_to_none=True)
         torch.autograd.backward((loss,))
         torch.nn.utils.clip_grad_norm_(self.head.parameters(), MAX_NORM)

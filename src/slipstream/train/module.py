@@ -137,7 +137,7 @@ class Head(nn.Module):
         """The states s' [C, hidden] of each step; `embed` gives the target's embedding of tokens [N] as [N, hidden]."""
         layer = self.midlayer
         rotary = Rotary(RopeSpec(theta=self.shape.rope_theta), self.shape.head_dim, batch.features.device)
-        states = self.fc(batch.features * self.feature_scale)
+        states = self.fc(batch.features * self.feature_scale).float()  # under autocast too: it is what residuals are added to
         x = layer.look(embed(batch.tokens[batch.token_at + 1]), states)
         query, key, value = layer.project(x[batch.chains]), layer.keys(x), layer.values(x)
         turn, chain_positions = rotary.at(batch.positions, torch.float32), batch.positions[batch.chains]

@@ -9,6 +9,7 @@ from typing import Any
 
 from slipstream.errors import ConfigError
 
+TRAIN_DTYPES = ("auto", "bfloat16", "float32")
 FEATURE_DTYPES = ("bfloat16", "float32")  # never float16: some states of some models are beyond its range
 MIN_LAYERS = 4  # below, the layers 2, L/2 and L - 3 are not all there
 
@@ -34,6 +35,8 @@ class TrainSettings:
         epochs: passes over the answers.
         learning_rate: highest one.
         batch_tokens: tokens of a step of the optimizer.
+        train_dtype: what products are computed in; weights, sums and moments are float32. auto: bfloat16 where the device has
+            instructions for it.
         seed: of weights, order and sampled answers.
     """
 
@@ -49,6 +52,7 @@ class TrainSettings:
     epochs: int = 4
     learning_rate: float = 1e-3
     batch_tokens: int = 1024
+    train_dtype: str = "auto"
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -70,6 +74,8 @@ class TrainSettings:
             raise _wrong("seed", "be an integer from 0 to 2**63 - 1", self.seed)
         if self.feature_dtype not in FEATURE_DTYPES:
             raise _wrong("feature_dtype", f"be one of {', '.join(FEATURE_DTYPES)}", repr(self.feature_dtype))
+        if self.train_dtype not in TRAIN_DTYPES:
+            raise _wrong("train_dtype", f"be one of {', '.join(TRAIN_DTYPES)}", repr(self.train_dtype))
         if set(",=") & set(str(self.out)):
             raise _wrong("out", "have no comma and no = in its name", repr(str(self.out)), "--speculate could not name the head")
 
@@ -80,7 +86,7 @@ class TrainSettings:
 
     def of_training(self) -> dict[str, Any]:
         """Settings that the head depends on besides."""
-        names = ("draft_vocab_size", "unroll", "epochs", "learning_rate", "batch_tokens", "seed")
+        names = ("draft_vocab_size", "unroll", "epochs", "learning_rate", "batch_tokens", "train_dtype", "seed")
         return {name: getattr(self, name) for name in names}
 
 
