@@ -93,6 +93,56 @@ def build_layout(
     return BatchLayout(query_lens, max_key_lens, num_chunks, segment, index, positions, seen, write_slots, read_slots, mask)
 
 
+def chain_layouts(
+    *,
+    page_tables: Tensor,
+    page_size: int,
+    base_lens: Tensor,
+    limits: Tensor,
+    max_key_lens: tuple[int, ...],
+    num_levels: int,
+    first_keys: Tensor | None = None,
+) -> list[BatchLayout]:
+    """The layouts of a chain that grows by a token a pass: those that `build_layout` makes, with less work.
+
+        pass 0       keys 0 1 2 3 4 | a           base 5; one token a segment
+        pass 1       keys 0 1 2 3 4 a | b         base 6
+        pass 2       keys 0 1 2 3 4 a b | c
+
+    Args:
+        page_tables, page_size, limits, first_keys: as there.
+        base_lens: [S] int64, keys of each segment before the first pass.
+        max_key_lens: upper bounds of base + 1 (host).
+        num_levels: passes.
+    """
+    if num_levels < 1:
+        return []
+    device, longest = page_tables.device, max(max_key_lens)
+    segment, index, _ = _places((1,) * len(max_key_lens), 0, device)
+    last_page = page_tables.shape[1] - 1
+    bases = base_lens + torch.arange(num_levels, device=device)[:, None]  # [L, S]
+    page = page_tables.gather(1, (bases.t() // page_size).clamp(max=last_page)).t()
+    write_slots = torch.where(bases < limits, page * page_size + bases % page_size, SCRATCH_PAGE * page_size)
+    positions, ends = torch.minimum(bases, limits - 1), torch.minimum(bases + 1, limits)
+
+    keys = torch.arange(longest + num_levels - 1, device=device)
+    if first_keys is None:
+        slots = page_tables.index_select(1, (keys // page_size).clamp(max=last_page)) * page_size + keys % page_size
+        seen = bases
+    else:
+        keys = keys + first_keys[:, None]
+        slots = page_tables.gather(1, (keys // page_size).clamp(max=last_page)) * page_size + keys % page_size
+        seen = bases - first_keys
+    layouts = []
+    for level in range(num_levels):
+        width = longest + level
+        read_slots = torch.where(keys[..., :width] < ends[level][:, None], slots[:, :width], 0)
+        own = (positions[level], seen[level], write_slots[level], read_slots)
+        bounds = tuple(most + level for most in max_key_lens)
+        layouts.append(BatchLayout((1,) * len(bounds), bounds, 0, segment, index, *own))
+    return layouts
+
+
 @functools.lru_cache(maxsize=NUM_KEPT)
 def _places(query_lens: tuple[int, ...], num_earlier: int, device: torch.device) -> tuple[Tensor, ...]:
     """Segment of each token, its place in it, and the places of each segment, `num_earlier` counted. Not to be written to."""

@@ -4,6 +4,8 @@
     an activation and heads that kernels take
       yes: FusedDecoder                         one call        layer by layer, as Decoder
       no:  Decoder                              layer by layer  layer by layer
+
+A single layer that has no norm in front, as those of draft heads, goes the same way: `bare_layer`.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from slipstream.attention.cpu import CpuStep
 from slipstream.kernels.cpu import decoder as kernel
 from slipstream.kernels.cpu.attention import DIM_STEP, MAX_DIM, MIN_DIM
 from slipstream.kernels.cpu.matrix import Gate, PackedMatrix
-from slipstream.layers.decoder import Block, Decoder
+from slipstream.layers.decoder import Attention, Decoder, GatedMLP
 from slipstream.layers.linear import GATES, Gated, Product, Side
 from slipstream.layers.norm import RMSNorm
 from slipstream.types import nothing
@@ -61,7 +63,8 @@ def fused(plain: Decoder) -> Decoder:
         return plain
     layers = []
     for number, block in enumerate(plain.blocks):
-        layer = _layer(block)
+        norms = block.after_attention, block.after_mlp
+        layer = _layer(block.attention_norm, block.attention, block.mlp_norm, block.mlp, *norms)
         if layer is None or block.attention.layer != number:
             return plain
         layers.append(layer)
@@ -71,22 +74,34 @@ def fused(plain: Decoder) -> Decoder:
     return FusedDecoder(plain, kernel.DecoderKernel(layers, norm, len(plain.rotaries)))
 
 
-def _layer(block: Block) -> kernel.Layer | None:
-    """None: there is something in the block that the kernels do not know."""
-    attention = block.attention
+def bare_layer(attention: Attention, mlp_norm: RMSNorm, mlp: GatedMLP) -> kernel.DecoderKernel | None:
+    """One layer whose qkv reads what a pass brings as `first`; None where the kernels do not know all of its parts.
+
+    It has no final norm either: its result is what becomes of the residual, and what the kernel returns means nothing.
+    """
+    norm, layer = _norm(mlp_norm), _layer(None, attention, mlp_norm, mlp)
+    return None if norm is None or layer is None else kernel.DecoderKernel([layer], norm, 1)
+
+
+def _layer(
+    attention_norm: RMSNorm | None,
+    attention: Attention,
+    mlp_norm: RMSNorm,
+    mlp: GatedMLP,
+    attention_after: RMSNorm | None = None,
+    mlp_after: RMSNorm | None = None,
+) -> kernel.Layer | None:
+    """None: there is something in the layer that the kernels do not know."""
     dim = attention.head_dim
     if not MIN_DIM <= dim <= MAX_DIM or dim % DIM_STEP:
         return None
-    before, between = _norm(block.attention_norm), _norm(block.mlp_norm)
-    products = [_product(one) for one in (attention.qkv, attention.out, block.mlp.inner, block.mlp.down)]
-    qkv, out, inner, down = products
-    if before is None or between is None or qkv is None or out is None or inner is None or down is None:
+    norms = (attention_norm, mlp_norm, attention_after, mlp_after)
+    before, between, after_attention, after_mlp = (None if norm is None else _norm(norm) for norm in norms)
+    unknown = [norm for norm in norms if norm is not None and _norm(norm) is None]
+    qkv, out, inner, down = (_product(one) for one in (attention.qkv, attention.out, mlp.inner, mlp.down))
+    if unknown or between is None or qkv is None or out is None or inner is None or down is None:
         return None
     if qkv.gate or out.gate or down.gate:
-        return None
-    after_attention = None if block.after_attention is None else _norm(block.after_attention)
-    after_mlp = None if block.after_mlp is None else _norm(block.after_mlp)
-    if (after_attention is None) != (block.after_attention is None) or (after_mlp is None) != (block.after_mlp is None):
         return None
     head_norms = None
     if (norm := attention.head_norm) is not None:

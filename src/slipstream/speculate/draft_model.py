@@ -17,18 +17,20 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from slipstream.attention.base import BatchLayout
 from slipstream.attention.kv import SCRATCH_PAGE, KVCache, LayerKV
-from slipstream.attention.layout import build_layout
+from slipstream.attention.layout import build_layout, chain_layouts
 from slipstream.errors import ConfigError, InvariantBroken
 from slipstream.models.base import CausalLM
 from slipstream.observe import log
 from slipstream.relay import DraftInput, RelayPayload, RelaySpec
 from slipstream.sampling.nodes import Nodes
+from slipstream.sampling.sampler import choose
 from slipstream.speculate.accept import Proposal
 from slipstream.speculate.base import ChunkTokens, Draft, StepContext, Verdict
 from slipstream.speculate.registry import Target, integer_option, known_options
@@ -82,10 +84,17 @@ class DraftModel:
         hidden = self._first_pass(ctx, payload.bonus_tokens, ends)
         chain: list[Tensor] = []
         probs: list[Tensor] = []
+        layouts = chain_layouts(
+            page_tables=ctx.page_tables,
+            page_size=self._page_size,
+            base_lens=ctx.lengths + 1,
+            limits=ends,
+            max_key_lens=tuple(length + 2 for length in ctx.max_lens),
+            num_levels=width - 1,
+        )
         while len(chain) < width:
             if chain:
-                layout = self._rows_layout(ctx, ctx.lengths + len(chain), ends, 1, len(chain))
-                hidden = self._forward(chain[-1], layout)
+                hidden = self._forward(chain[-1], layouts[len(chain) - 1])
             drawn = self._drawn(hidden, ctx, chain)
             # Ids that nobody knows have no probability; a sick model's choice may still be one.
             chain.append(drawn.tokens.clamp(max=self._num_ids - 1))
@@ -109,7 +118,14 @@ class DraftModel:
     def _first_pass(self, ctx: StepContext, roots: Tensor, ends: Tensor) -> Tensor:
         """Two tokens a row, the one before the root and the root: [R, hidden] of the roots."""
         before = ctx.history[ctx.slots, ctx.lengths - 1]
-        layout = self._rows_layout(ctx, ctx.lengths - 1, ends, 2, 0)
+        layout = build_layout(
+            page_tables=ctx.page_tables,
+            page_size=self._page_size,
+            base_lens=ctx.lengths - 1,
+            limits=ends,
+            query_lens=(2,) * len(ctx.max_lens),
+            max_key_lens=tuple(length + 1 for length in ctx.max_lens),
+        )
         is_behind = self._behind(ctx.history).index_select(0, ctx.slots)
         written = torch.stack([is_behind, torch.ones_like(is_behind)], 1).flatten()
         layout = replace(layout, write_slots=torch.where(written, layout.write_slots, SCRATCH_PAGE * self._page_size))
@@ -128,16 +144,6 @@ class DraftModel:
         )
         self._forward(chunks.tokens, layout)
 
-    def _rows_layout(self, ctx: StepContext, base_lens: Tensor, ends: Tensor, num_tokens: int, level: int) -> BatchLayout:
-        return build_layout(
-            page_tables=ctx.page_tables,
-            page_size=self._page_size,
-            base_lens=base_lens,
-            limits=ends,
-            query_lens=(num_tokens,) * len(ctx.max_lens),
-            max_key_lens=tuple(length + level + 1 for length in ctx.max_lens),
-        )
-
     def _forward(self, tokens: Tensor, layout: BatchLayout) -> Tensor:
         if self.kv is None:
             raise InvariantBroken("a draft model must have its KV before the first step, but has none")
@@ -147,9 +153,16 @@ class DraftModel:
 
     def _drawn(self, hidden: Tensor, ctx: StepContext, chain: list[Tensor]) -> Proposal:
         """A token a row, drawn from the draft model's logits behind `chain`."""
+        logits = self._fitted(self._model.logits(hidden))
+        if ctx.sampling.numbers is None:  # all greedy: where they stand does not matter
+            return Proposal(choose(logits, ctx.sampling, partial(self._nodes, ctx, chain)).tokens)
+        return self._accept.propose(logits, ctx.sampling, self._nodes(ctx, chain))
+
+    def _nodes(self, ctx: StepContext, chain: list[Tensor]) -> Nodes:
+        """Where the ends of `chain` stand."""
         level, num_rows = len(chain), len(ctx.slots)
-        nodes = Nodes(
-            row=torch.arange(num_rows, device=hidden.device),
+        return Nodes(
+            row=torch.arange(num_rows, device=ctx.slots.device),
             position=ctx.lengths + level + 1,
             path=torch.stack(chain, 1) if chain else ctx.slots.new_empty((num_rows, 0)),
             depth=torch.full_like(ctx.slots, level),
@@ -159,7 +172,6 @@ class DraftModel:
             max_history_len=max(ctx.max_lens) + 1,
             row_ids=tuple(range(num_rows)),
         )
-        return self._accept.propose(self._fitted(self._model.logits(hidden)), ctx.sampling, nodes)
 
     def _fitted(self, logits: Tensor) -> Tensor:
         """[R, draft head] -> [R, target head], with -inf for ids that only one of the two knows, or nobody."""

@@ -22,28 +22,29 @@ first level relayed as draft_probs, over the head's own vocabulary. Trees stay c
 
 from __future__ import annotations
 
-import itertools
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from slipstream.attention.base import AttentionStep, BatchLayout
 from slipstream.attention.kv import KVCache, LayerKV
-from slipstream.attention.layout import build_layout
+from slipstream.attention.layout import build_layout, chain_layouts
 from slipstream.errors import ConfigError, InvariantBroken
 from slipstream.layers.decoder import Decoder
 from slipstream.observe import log
 from slipstream.relay import DraftInput, FieldSpec, RelayPayload, RelaySpec
 from slipstream.sampling.nodes import Nodes
-from slipstream.sampling.sampler import perturbed
+from slipstream.sampling.sampler import choose, perturbed
 from slipstream.speculate.accept import one_hot
 from slipstream.speculate.base import Draft, StepContext, Verdict
 from slipstream.speculate.heads.checkpoint import AUX_MEANINGS, load_head
 from slipstream.speculate.heads.layers import DraftHead
-from slipstream.speculate.heads.tree import DraftTree
+from slipstream.speculate.heads.observed import Observed
+from slipstream.speculate.heads.tree import DraftChain, DraftTree
 from slipstream.speculate.registry import Target, integer_option, known_options
 
 MOST = 256  # of topk, steps and draft_tokens: far beyond what pays
@@ -92,6 +93,8 @@ class Eagle:
         self._topk = topk
         self._vocab_size = target.model.vocab_size
         self._num_known_ids = target.num_known_ids
+        ids = head.target_ids
+        self._knows_all = self._num_known_ids >= (self._vocab_size if ids is None else 1 + int(ids.max()))
 
     def propose(self, ctx: StepContext, payload: RelayPayload, width: int) -> Draft:
         """Grow a tree from what was relayed, one step of the head a level."""
@@ -100,53 +103,77 @@ class Eagle:
             return Draft(root.new_empty((len(root), 0)), torch.zeros_like(root))
         if payload.topk_p is None or payload.topk_index is None or payload.hidden_states is None:
             raise InvariantBroken("propose must get what observe relayed, but a field is missing")
-        tree = DraftTree(payload.topk_index, payload.topk_p, payload.hidden_states)
+        if k > 1:
+            return self._tree(ctx, DraftTree(payload.topk_index, payload.topk_p, payload.hidden_states), width)
+        return self._chain(ctx, DraftChain(payload.topk_index, payload.hidden_states), payload.draft_probs, width)
+
+    def _chain(self, ctx: StepContext, chain: DraftChain, first_q: Tensor | None, width: int) -> Draft:
+        """A token a level, at its own position."""
         is_drawn = any(needs.noise for needs in ctx.sampling.needs)
-        probs = [self._for_target(payload.draft_probs, 0.0)] if payload.draft_probs is not None and is_drawn else []
-        for level in range(1, min(self.depth, width)):
-            layout = self._draft_layout(ctx, tree, level)
-            states = self._head.forward(tree.beam_tokens.flatten(), tree.beam_states.flatten(0, 1), self._begin(layout))
-            rows = tuple(row for row in range(len(root)) for _ in range(k))
-            row = torch.arange(len(root), device=root.device).repeat_interleave(k)
-            nodes = Nodes(
-                row=row,
-                position=ctx.lengths.index_select(0, row) + level + 1,
-                path=tree.beam_paths.flatten(0, 1),
-                depth=torch.full_like(row, level),
-                slots=ctx.slots,
-                history=ctx.history,
-                history_lens=ctx.lengths + 1,
-                max_history_len=max(ctx.max_lens) + 1,
-                row_ids=rows,
-            )
-            scores, tokens, q = self._candidates(states, ctx, nodes)
-            tree.grow(tokens.view(-1, k, k), scores.view(-1, k, k), states.view(len(root), k, -1))
+        probs = [self._for_target(first_q, 0.0)] if first_q is not None and is_drawn else []
+        layouts = chain_layouts(
+            page_tables=ctx.page_tables,
+            page_size=self._page_size,
+            base_lens=ctx.lengths,
+            limits=self._limits(ctx),
+            max_key_lens=tuple(length + 1 for length in ctx.max_lens),
+            num_levels=min(self.depth, width) - 1,
+            first_keys=ctx.draft_from,
+        )
+        for level, layout in enumerate(layouts, 1):
+            states = self._head.forward(chain.beam_tokens[:, 0], chain.beam_states[:, 0], self._begin(layout))
+            _, tokens, q = self._candidates(states, ctx, partial(self._nodes, ctx, chain, level))
+            chain.grow(tokens, states)
             probs += [] if q is None else [q]
-        draft = tree.draft(width)
+        draft = chain.draft(width)
         return replace(draft, probs=torch.stack(probs, 1)) if probs else draft
+
+    def _tree(self, ctx: StepContext, tree: DraftTree, width: int) -> Draft:
+        """`topk` nodes a level, which lie behind the root's position level by level."""
+        k, num_rows, limits = self._topk, len(ctx.slots), self._limits(ctx)
+        for level in range(1, min(self.depth, width)):
+            num_earlier = k * (level - 1)
+            layout = build_layout(
+                page_tables=ctx.page_tables,
+                page_size=self._page_size,
+                base_lens=ctx.lengths,
+                limits=limits,
+                query_lens=(k,) * num_rows,
+                max_key_lens=tuple(length + num_earlier + k for length in ctx.max_lens),
+                ancestors=tree.ancestors,
+                first_keys=ctx.draft_from,
+                num_earlier=num_earlier,
+            )
+            states = self._head.forward(tree.beam_tokens.flatten(), tree.beam_states.flatten(0, 1), self._begin(layout))
+            scores, tokens, _ = self._candidates(states, ctx, partial(self._nodes, ctx, tree, level))
+            tree.grow(tokens.view(-1, k, k), scores.view(-1, k, k), states.view(num_rows, k, -1))
+        return tree.draft(width)
 
     def observe(self, ctx: StepContext, verdict: Verdict, taps: Tensor | None) -> DraftInput | None:
         """Run the head over what the target computed and keeps; relay the first level of each row that sampled."""
         if taps is None:
             raise InvariantBroken(f"observe must get the states of layers {self.taps}, but got None")
-        seen = _Observed.of(ctx, verdict, self._page_size)
+        seen = Observed.of(ctx, verdict, self._page_size)
         states = self._head.states(taps.index_select(0, seen.taps))
         states = self._head.forward(seen.next_tokens, states, self._begin(seen.layout))
         if not len(ctx.slots):
             return None
         states = states.index_select(0, seen.last)
-        row = torch.arange(len(ctx.slots), device=states.device)
-        nodes = Nodes(
-            row=row,
-            position=verdict.new_lengths + 1,
-            path=row.new_empty((len(row), 0)),
-            depth=torch.zeros_like(row),
-            slots=ctx.slots,
-            history=ctx.history,
-            history_lens=verdict.new_lengths + 1,
-            max_history_len=max(ctx.max_lens) + verdict.tokens.shape[1] + 1,
-            row_ids=tuple(range(len(row))),
-        )
+
+        def nodes() -> Nodes:
+            row = torch.arange(len(ctx.slots), device=states.device)
+            return Nodes(
+                row=row,
+                position=verdict.new_lengths + 1,
+                path=row.new_empty((len(row), 0)),
+                depth=torch.zeros_like(row),
+                slots=ctx.slots,
+                history=ctx.history,
+                history_lens=verdict.new_lengths + 1,
+                max_history_len=max(ctx.max_lens) + verdict.tokens.shape[1] + 1,
+                row_ids=tuple(range(len(row))),
+            )
+
         scores, tokens, q = self._candidates(states, ctx, nodes)
         if self._draws:
             q = one_hot(tokens[:, 0], self._vocab_size) if q is None else q
@@ -158,105 +185,62 @@ class Eagle:
             raise InvariantBroken("a drafter with KV of its own must be given it before the first step")
         return self._attention.begin(layout, self.kv)
 
-    def _candidates(self, states: Tensor, ctx: StepContext, nodes: Nodes) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _candidates(
+        self, states: Tensor, ctx: StepContext, nodes: Callable[[], Nodes]
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Of N nodes the log probabilities [N, k] float32 and the target's ids [N, k] of the k best tokens, best first.
 
-        For a chain under a rule that draws: of the one that it draws, and its q [N, vocab] float32; None where all were certain.
+        A chain's one candidate needs no score, and gets 0. Under a rule that draws it is the one that this draws, and its q
+        [N, vocab] float32 is the third; None where all were certain.
         """
-        logits = self._for_target(self._head.logits(states), -torch.inf)  # before the noise, which belongs to the target's ids
+        logits = self._head.logits(states)
+        if self._topk == 1 and ctx.sampling.numbers is None and self._knows_all:  # all greedy: the ids do not matter
+            best, ids = choose(logits, ctx.sampling, nodes).tokens, self._head.target_ids
+            return _certain(best if ids is None else ids.index_select(0, best))
+        logits = self._for_target(logits, -torch.inf)  # before the noise, which belongs to the target's ids
         if self._num_known_ids < self._vocab_size:  # rows that only fill the target's head up
             logits[:, self._num_known_ids :] = -torch.inf
         if self._draws:
-            drawn = self._accept.propose(logits, ctx.sampling, nodes)
+            drawn = self._accept.propose(logits, ctx.sampling, nodes())
             tokens, q = drawn.tokens[:, None], drawn.probs
-            return torch.zeros_like(tokens, dtype=torch.float32) if q is None else q.gather(1, tokens).log(), tokens, q
-        scores = perturbed(logits, ctx.sampling, nodes, None)
-        best = scores.topk(self._topk, 1)
-        return (best.values - scores.logsumexp(1, keepdim=True)).to(torch.float32), best.indices, None
+            return _certain(drawn.tokens) if q is None else (q.gather(1, tokens).log(), tokens, q)
+        if self._topk == 1:
+            return _certain(choose(logits, ctx.sampling, nodes).tokens)
+        scores = perturbed(logits, ctx.sampling, nodes(), None)
+        best_k = scores.topk(self._topk, 1)
+        return (best_k.values - scores.logsumexp(1, keepdim=True)).to(torch.float32), best_k.indices, None
+
+    def _nodes(self, ctx: StepContext, drafted: DraftTree | DraftChain, level: int) -> Nodes:
+        """Where the beam stands."""
+        paths = drafted.beam_paths
+        num_rows, k, _ = paths.shape
+        row = torch.arange(num_rows, device=paths.device).repeat_interleave(k)
+        return Nodes(
+            row=row,
+            position=ctx.lengths.index_select(0, row) + level + 1,
+            path=paths.flatten(0, 1),
+            depth=torch.full_like(row, level),
+            slots=ctx.slots,
+            history=ctx.history,
+            history_lens=ctx.lengths + 1,
+            max_history_len=max(ctx.max_lens) + 1,
+            row_ids=tuple(place for place in range(num_rows) for _ in range(k)),
+        )
 
     def _for_target(self, values: Tensor, absent: float) -> Tensor:
         """[N, draft vocabulary] -> [N, vocab], with `absent` for ids that the head does not have."""
         ids = self._head.target_ids
         return values if ids is None else values.new_full((len(values), self._vocab_size), absent).index_copy_(1, ids, values)
 
-    def _draft_layout(self, ctx: StepContext, tree: DraftTree, level: int) -> BatchLayout:
-        """The tree's nodes lie behind the root's position level by level; a chain's tokens lie at their own positions."""
-        k, num_rows, num_earlier = self._topk, len(ctx.slots), self._topk * (level - 1)
-        # A row that was given no nodes was given no pages for them: what it would write goes to the scratch page.
+    def _limits(self, ctx: StepContext) -> Tensor:
+        """[R] int64. A row that was given no nodes was given no pages for them: what it would write goes to the scratch page."""
         planned = torch.tensor([self.max_writes if count else 0 for count in ctx.num_nodes], device=ctx.slots.device)
-        return build_layout(
-            page_tables=ctx.page_tables,
-            page_size=self._page_size,
-            base_lens=ctx.lengths + num_earlier if k == 1 else ctx.lengths,
-            limits=torch.minimum(ctx.limits, ctx.lengths + planned),
-            query_lens=(k,) * num_rows,
-            max_key_lens=tuple(length + num_earlier + k for length in ctx.max_lens),
-            ancestors=None if k == 1 else tree.ancestors,
-            first_keys=ctx.draft_from,
-            num_earlier=0 if k == 1 else num_earlier,
-        )
+        return torch.minimum(ctx.limits, ctx.lengths + planned)
 
 
-class _Observed:
-    """What a step leaves to be observed: T tokens, those of prompt chunks and behind them the accepted ones of each verify row.
-
-    A row has as many places as it could have accepted; those behind its last accepted token see no key of their own and write to
-    the scratch page.
-
-    Attributes:
-        taps: [T] int64, rows of the step's taps. next_tokens: [T] int64, the token behind each.
-        layout: of the head's pass. last: [R] int64, the token at which each sampled row's first level is foretold.
-    """
-
-    def __init__(self, taps: Tensor, next_tokens: Tensor, layout: BatchLayout, last: Tensor) -> None:
-        self.taps, self.next_tokens, self.layout, self.last = taps, next_tokens, layout, last
-
-    @classmethod
-    def of(cls, ctx: StepContext, verdict: Verdict, page_size: int) -> _Observed:
-        """Index a step. A light drafter that stepped in may have gone deeper than the head would."""
-        device, depth = ctx.slots.device, verdict.path.shape[1] - 1
-        chunks = ctx.chunks
-        chunk_lens: tuple[int, ...] = () if chunks is None else chunks.lens
-        num_last = 0 if chunks is None else sum(chunks.is_last)
-        num_chunk_tokens = sum(chunk_lens)
-        counts = ctx.num_nodes[num_last:]
-        row_lens = tuple(1 + min(depth, count) for count in counts)
-        places = [(num_last + row, step) for row, length in enumerate(row_lens) for step in range(length)]
-        row, step = torch.tensor(places, dtype=torch.int64, device=device).view(-1, 2).unbind(1)
-        first_taps = list(itertools.accumulate((1 + count for count in counts), initial=num_chunk_tokens))[:-1]
-        starts = list(itertools.accumulate(row_lens, initial=num_chunk_tokens))[:-1]
-        ends = list(itertools.accumulate(chunk_lens))
-
-        def put(values: list[int]) -> Tensor:
-            return torch.tensor(values, dtype=torch.int64, device=device)
-
-        rows_taps = put([0] * num_last + first_taps).index_select(0, row) + verdict.path[row, step]
-        taps, next_tokens = rows_taps, verdict.tokens[row, step]
-        base, stop = ctx.lengths[num_last:], verdict.new_lengths[num_last:]
-        tables, first = ctx.page_tables[num_last:], ctx.draft_from[num_last:]
-        max_lens = [length + places for length, places in zip(ctx.max_lens[num_last:], row_lens, strict=True)]
-        last = put(starts) + (verdict.accept_lens[num_last:] - 1).clamp(min=0)
-        if chunks is not None:
-            taps = torch.cat((torch.arange(num_chunk_tokens, device=device), taps))
-            next_tokens = torch.cat((chunks.next_tokens, next_tokens))
-            stop = torch.cat((chunks.starts + put(list(chunk_lens)), stop))
-            base, tables = torch.cat((chunks.starts, base)), torch.cat((chunks.page_tables, tables))
-            first = torch.cat((chunks.draft_from, first))
-            max_lens = [*chunks.ends, *max_lens]
-            is_last = zip(ends, chunks.is_last, strict=True)
-            last = torch.cat((put([end - 1 for end, sampled in is_last if sampled]), last))
-        layout = build_layout(
-            page_tables=tables,
-            page_size=page_size,
-            base_lens=base,
-            limits=stop,
-            query_lens=(*chunk_lens, *row_lens),
-            max_key_lens=tuple(max_lens),
-            num_chunks=len(chunk_lens),
-            first_keys=first,
-        )
-        # Behind a row's end, and behind a prompt that may have no answer, there is no next token.
-        return cls(taps, next_tokens.clamp(min=0), layout, last)
+def _certain(tokens: Tensor) -> tuple[Tensor, Tensor, None]:
+    """[N] int64: candidates of a chain that nothing was drawn for."""
+    return torch.zeros((len(tokens), 1), device=tokens.device), tokens[:, None], None
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,6 +81,7 @@ class _Pass(ctypes.Structure):
         ("turns", _POINTER),
         ("positions", _POINTER),
         ("residual", _POINTER),
+        ("input", _POINTER),
         ("out", _POINTER),
         ("taps", _POINTER),
         ("states", _POINTER),
@@ -109,9 +110,10 @@ class Layer:
     """One layer.
 
     Attributes:
-        attention_norm, mlp_norm: before the two halves, weights [hidden].
+        attention_norm, mlp_norm: before the two halves, weights [hidden]. A first layer without the former reads what the pass
+            brings.
         after_attention, after_mlp: behind them, or None.
-        qkv: hidden -> queries, keys and values, head by head. out: back to the residual.
+        qkv: hidden (or the pass's input) -> queries, keys and values, head by head. out: back to the residual.
         inner: hidden -> what `down` brings back to the residual; its gate is one of its own or its matrix's.
         heads, kv_heads, head_dim: sizes.
         head_norms: of each query and each key head, weights [head_dim], with one eps; or None.
@@ -119,7 +121,7 @@ class Layer:
         scale: of the scores. softcap, window: as in `AttentionStep.__call__`.
     """
 
-    attention_norm: Norm
+    attention_norm: Norm | None
     after_attention: Norm | None
     mlp_norm: Norm
     after_mlp: Norm | None
@@ -167,6 +169,8 @@ class DecoderKernel:
         self._num_rotaries = num_rotaries
         self._layers = tuple(layers)  # hold what the structs point to
         self._norm = norm
+        is_bare = bool(layers) and layers[0].attention_norm is None
+        self._first_inputs = layers[0].qkv.parts[0].num_inputs if is_bare else None
         self._held: list[ctypes.Array[_Part]] = []
         array = (_Layer * len(layers))(*(self._layer(layer) for layer in layers))
         final = self._norm_struct(norm, self.hidden_size)
@@ -187,6 +191,7 @@ class DecoderKernel:
         turns: Sequence[tuple[Tensor, Tensor]],
         taps: Sequence[int] = (),
         computes: Callable[[], None] = nothing,
+        first: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """All layers and the final norm: [T, hidden] float32, and the residuals that enter the layers `taps` names (the number
         of layers: what leaves the last), side by side, [T, len(taps) * hidden]; None without taps.
@@ -200,6 +205,7 @@ class DecoderKernel:
                 dense.
             taps: see above.
             computes: called just before the call that takes long, without the GIL.
+            first: what the first layer's qkv reads where that has no norm, [T, its inputs] float32, dense.
 
         Raises `InvariantBroken` for what does not fit.
         """
@@ -213,6 +219,11 @@ class DecoderKernel:
             _check("cosines", cos, tuple(cos.shape))
             _check("sines", sin, tuple(cos.shape))
         _check("positions", positions, (num_tokens,), torch.int64)
+        if self._first_inputs != (None if first is None else first.shape[-1]):
+            given = None if first is None else list(first.shape)
+            raise InvariantBroken(f"the first layer's qkv must read {self._first_inputs or 'a norm'}, but got {given}")
+        if first is not None:
+            _check("what the first layer reads", first, (num_tokens, first.shape[-1]))
         out = torch.empty_like(residual)
         states = residual.new_empty((num_tokens, len(taps) * self.hidden_size)) if taps else None
         tapped = (_LONG * len(taps))(*taps)
@@ -223,6 +234,7 @@ class DecoderKernel:
             ctypes.addressof(angles),
             positions.data_ptr(),
             residual.data_ptr(),
+            None if first is None else first.data_ptr(),
             out.data_ptr(),
             ctypes.addressof(tapped),
             None if states is None else states.data_ptr(),

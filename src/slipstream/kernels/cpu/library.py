@@ -17,7 +17,7 @@ from slipstream.observe import log
 logger = logging.getLogger("slipstream.kernels")
 
 # As slip_abi() of csrc/error.cpp.
-ABI = 5
+ABI = 6
 
 ISA_VARIABLE = "SLIPSTREAM_CPU_ISA"
 

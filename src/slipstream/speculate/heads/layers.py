@@ -21,9 +21,12 @@ import torch
 from torch import Tensor
 
 from slipstream.attention.base import AttentionStep
+from slipstream.attention.cpu import CpuStep
 from slipstream.attention.kv import LayerKV
+from slipstream.kernels.cpu.matrix import PackedMatrix
 from slipstream.layers.decoder import Attention, GatedMLP
 from slipstream.layers.embedding import Embedding
+from slipstream.layers.fused import bare_layer
 from slipstream.layers.linear import Product
 from slipstream.layers.norm import RMSNorm
 from slipstream.layers.rotary import Rotary
@@ -54,7 +57,7 @@ class DraftHead(Protocol):
 
 
 class HeadLayer:
-    """The part both kinds share: attention, then the MLP behind its norm.
+    """The part both kinds share: attention, then the MLP behind its norm. One call of our kernels where they know its parts.
 
     Args:
         attention: takes what the kind prepared for it.
@@ -78,10 +81,17 @@ class HeadLayer:
         self._mlp_norm = mlp_norm
         self._mlp = mlp
         self._rotary = rotary
+        self._kernel = bare_layer(attention, mlp_norm, mlp) if dtype == torch.float32 else None
 
     def __call__(self, x: Tensor, residual: Tensor, attention: AttentionStep) -> Tensor:
         """x [T, in] and the residual [T, hidden] -> s' [T, hidden]."""
-        turns = (self._rotary.at(attention.layout.positions, self.dtype),)
+        layout = attention.layout
+        if self._kernel is not None and isinstance(attention, CpuStep):
+            out = residual.clone(memory_format=torch.contiguous_format)
+            tables = self._rotary.first_tables(max(layout.max_key_lens))
+            self._kernel.forward(out, attention.batch, attention.cache, layout.positions, [tables], first=x)
+            return out
+        turns = (self._rotary.at(layout.positions, self.dtype),)
         residual = self._attention(x, turns, attention).add_(residual)
         return self._mlp(self._mlp_norm(residual)).add_(residual)
 
@@ -188,4 +198,6 @@ class Eagle3Head:
 
     def logits(self, states: Tensor) -> Tensor:
         """See `DraftHead.logits`."""
+        if isinstance(self._to_logits, PackedMatrix) and self._norm.weight.dtype == torch.float32:
+            return self._to_logits.of_norm(states, self._norm.weight, self._norm.eps)
         return self._to_logits(self._norm(states))

@@ -6,7 +6,7 @@
     drafted         a .5, d .4, b .3, f .2, ...                  in this order, so that whoever takes fewer takes the best
 
 A candidate's score is the logarithm of the product along its path (Li et al., EAGLE-2, 2024), so no node scores above its parent
-and any number of best ones is a tree. Chains are trees of one candidate a level.
+and any number of best ones is a tree. A chain is a tree of one candidate a level; it needs no scores.
 """
 
 from __future__ import annotations
@@ -82,11 +82,41 @@ class DraftTree:
         picked = order[:, :num_nodes]
         chosen = tokens.gather(1, picked)
         counts = torch.full_like(chosen[:, 0], chosen.shape[1])
-        if self._width == 1:
-            return Draft(chosen, counts)
         node = order.argsort(1) + 1
         above = parents.gather(1, picked)
         return Draft(chosen, counts, torch.where(above < 0, 0, node.gather(1, above.clamp(min=0))))
+
+
+class DraftChain:
+    """The same with one candidate a level: each one is taken, whatever it scores.
+
+    Args:
+        token: [R, 1] int64, the first level.
+        states: [R, hidden], what the head continues from at the root.
+
+    Attributes:
+        beam_tokens, beam_states, beam_paths: as a `DraftTree` has them.
+    """
+
+    def __init__(self, token: Tensor, states: Tensor) -> None:
+        self.beam_tokens = token
+        self.beam_states = states[:, None]
+        self._tokens = [token]
+
+    @property
+    def beam_paths(self) -> Tensor:
+        """[R, 1, L] int64."""
+        return torch.cat(self._tokens, 1)[:, None]
+
+    def grow(self, tokens: Tensor, states: Tensor) -> None:
+        """The last token was followed by `tokens` [R, 1] int64; the head made `states` [R, hidden] at it."""
+        self._tokens.append(tokens)
+        self.beam_tokens, self.beam_states = tokens, states[:, None]
+
+    def draft(self, num_nodes: int) -> Draft:
+        """Its first `num_nodes` tokens."""
+        tokens = torch.cat(self._tokens[:num_nodes], 1)
+        return Draft(tokens, torch.full_like(tokens[:, 0], tokens.shape[1]))
 
 
 def usable(scores: Tensor) -> Tensor:

@@ -41,13 +41,15 @@ int check_product(const slip_product& product, int64_t inputs, int64_t outputs) 
     return outputs_of(product) == outputs ? kOk : kBadShape;
 }
 
-int check_layer(const slip_layer& layer, int64_t hidden, int32_t num_rotaries) {
-    if (!layer.attention_norm.weight || !layer.mlp_norm.weight || !layer.query_norm != !layer.key_norm) return kNullPointer;
+int check_layer(const slip_layer& layer, int64_t hidden, int32_t num_rotaries, bool is_first) {
+    if (!layer.mlp_norm.weight || !layer.query_norm != !layer.key_norm) return kNullPointer;
     if (!is_dim(layer.head_dim) || layer.kv_heads < 1 || layer.heads < 1 || layer.heads % layer.kv_heads) return kBadShape;
     if (layer.rotary < -1 || layer.rotary >= num_rotaries || layer.window < 0 || !(layer.softcap >= 0)) return kBadShape;
     const int64_t queries = int64_t(layer.heads) * layer.head_dim, all = queries + 2 * int64_t(layer.kv_heads) * layer.head_dim;
     if (layer.qkv.gate || layer.out.gate || layer.down.gate) return kBadMode;
-    if (const int error = check_product(layer.qkv, hidden, all)) return error;
+    if (!layer.attention_norm.weight && (!is_first || !layer.qkv.parts || !layer.qkv.parts[0].matrix)) return kNullPointer;
+    const int64_t inputs = layer.attention_norm.weight ? hidden : layer.qkv.parts[0].matrix->inputs;
+    if (const int error = check_product(layer.qkv, inputs, all)) return error;
     if (const int error = check_product(layer.out, queries, hidden)) return error;
     if (!layer.inner.parts || layer.inner.num_parts < 1 || !layer.down.parts || !layer.down.parts[0].matrix) return kNullPointer;
     const int64_t inner = layer.down.parts[0].matrix->inputs;
@@ -146,8 +148,13 @@ private:
         const int64_t dim = layer.head_dim, queries = layer.heads * dim, keys = layer.kv_heads * dim, all = queries + 2 * keys;
         float* const qkv = at_least(decoder_.qkv, all);
         float* const mixed = at_least(decoder_.mixed, queries);
-        const Norm norm = norm_of(layer.attention_norm);
-        multiply_parts(layer.qkv, residual(), &norm, {qkv, all});
+        if (layer.attention_norm.weight) {
+            const Norm norm = norm_of(layer.attention_norm);
+            multiply_parts(layer.qkv, residual(), &norm, {qkv, all});
+        } else {
+            const int64_t inputs = layer.qkv.parts[0].matrix->inputs;
+            multiply_parts(layer.qkv, {pass_.input, inputs, rows_, inputs}, nullptr, {qkv, all});
+        }
 
         slip_attention_io io{};
         io.query = reinterpret_cast<const uint8_t*>(qkv);
@@ -198,6 +205,7 @@ private:
 int check_pass(const slip_decoder& decoder, const slip_pass& pass) {
     const int64_t num_layers = int64_t(decoder.layers.size());
     if (!pass.batch || !pass.kv || !pass.residual || !pass.out) return kNullPointer;
+    if (!decoder.layers[0].attention_norm.weight && !pass.input) return kNullPointer;
     if (decoder.num_rotaries && (!pass.turns || !pass.positions)) return kNullPointer;
     if (pass.num_taps < 0) return kBadShape;
     if (pass.num_taps && (!pass.taps || !pass.states)) return kNullPointer;
@@ -236,7 +244,7 @@ extern "C" int slip_decoder_make(const slip_layer* layers, int64_t num_layers, i
     if (!layers || !norm || !norm->weight || !made) return kNullPointer;
     if (num_layers < 1 || hidden < 1 || num_rotaries < 0) return kBadShape;
     for (int64_t i = 0; i < num_layers; ++i) {
-        if (const int error = check_layer(layers[i], hidden, num_rotaries)) return error;
+        if (const int error = check_layer(layers[i], hidden, num_rotaries, i == 0)) return error;
     }
     try {
         auto decoder = std::make_unique<slip_decoder>();

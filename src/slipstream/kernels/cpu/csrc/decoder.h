@@ -36,7 +36,7 @@ struct slip_product {
 };
 
 struct slip_layer {
-    slip_norm attention_norm;
+    slip_norm attention_norm;   // missing in a first layer whose qkv reads the pass's input
     slip_norm after_attention;  // may be missing
     slip_norm mlp_norm;
     slip_norm after_mlp;        // may be missing
@@ -70,6 +70,7 @@ struct slip_pass {
     const slip_turn* turns;    // [rotaries of the decoder]
     const int64_t* positions;  // [T]
     float* residual;           // [T, hidden]; changed
+    const float* input;        // [T, inputs of the first qkv], where the first layer has no norm; may be the residual
     float* out;                // [T, hidden] after the final norm
     const int64_t* taps;       // layers whose entering residual is wanted; the number of layers: what leaves the last one
     float* states;             // [T, num_taps * hidden]

@@ -16,4 +16,4 @@ extern "C" const char* slip_error(int code) {
     }
 }
 
-extern "C" int slip_abi() { return 5; }
+extern "C" int slip_abi() { return 6; }
