@@ -10,7 +10,7 @@ config.json does not say), its own lm_head even if the target's is tied, and the
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from slipstream.kernels.formats import Matrix, QuantizedTensor
 from slipstream.layers.activation import ACTIVATIONS
 from slipstream.layers.decoder import Attention, Decoder, GatedMLP
 from slipstream.layers.embedding import Embedding
-from slipstream.layers.linear import Product, gated, linear
+from slipstream.layers.linear import Arithmetic, Product, gated, linear
 from slipstream.layers.norm import RMSNorm
 from slipstream.layers.rotary import Rotary
 from slipstream.models.config import ModelConfig, parse_config
@@ -52,7 +52,8 @@ def load_head(
         target: whose states it looks at; it runs in the target's dtype or that of `numbers` (float32 instead of float16, which
             states overflow).
         aux_layers: whether the layers a config.json lists are meant as "input" (the state that enters them) or "output".
-        numbers: how matrices are held and multiplied; None: plain, by torch.
+        numbers: how matrices are held and multiplied, where `quantization` is auto in 8 bits by the kernels; None: plain, by
+            torch.
 
     Raises `ModelError` naming the tensor or setting that is missing, left over or does not fit the target.
     """
@@ -67,7 +68,7 @@ def load_head(
     dtype = torch.float32 if dtype == torch.float16 else dtype
     tensors = _Renamed(stored, "midlayer." if is_eagle3 else "layers.0.")
     device = target.embedding.device
-    holding = Holding.plain(dtype) if numbers is None else choose_holding(numbers, dtype, device)
+    holding = Holding.plain(dtype) if numbers is None else _holding(numbers, dtype, device)
     parameters = Parameters(tensors, holding, device)
     config = parse_config({"max_position_embeddings": target.context_len, **raw}, f"{name}/config.json")
     _check(config, raw, target, name)
@@ -76,6 +77,17 @@ def load_head(
     parameters.finish()
     built.num_parameters, built.weight_bytes = parameters.num_parameters, parameters.num_bytes
     return built
+
+
+def _holding(numbers: Numbers, dtype: torch.dtype, device: torch.device) -> Holding:
+    """How a head is held: in 8 bits where the kernels would take it as it is stored, which is wide.
+
+    It is read for each drafted token, and what that rounds costs no answer anything.
+    """
+    holding = choose_holding(numbers, dtype, device)
+    if holding.arithmetic is Arithmetic.KERNELS and numbers.quantization == "auto":
+        return choose_holding(replace(numbers, quantization="q8"), dtype, device)
+    return holding
 
 
 def _is_eagle3(raw: Mapping[str, Any], names: Collection[str]) -> bool:
