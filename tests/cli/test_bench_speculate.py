@@ -72,6 +72,7 @@ def test_a_whole_run_and_one_that_goes_on(
     assert "copy, 1 at once: off " in said.err and "at most" in said.err
     rows = [line for line in said.out.splitlines() if line.startswith(("copy", "plain", "own"))]
     assert len(rows) == 9 and sum("0 of 2" in row for row in rows) == 6 and "verifies R rows" in said.out
+    assert "DRAFTED A TOKEN" in said.out and "the intervals of fewer than 10 are rough" in said.out
 
     del first["results"]["plain"]
     path.write_text(json.dumps(first))

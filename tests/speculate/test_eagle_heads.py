@@ -166,6 +166,13 @@ def test_without_a_list_the_layers_are_the_second_the_middle_and_the_last_but_th
         load_head(folder, grown, "input")
 
 
+def test_a_folder_with_the_head_one_level_down_is_told(tmp_path: Path) -> None:
+    saved(random_head(3), tmp_path / "made" / "head")
+    with pytest.raises(ModelError, match=r"must hold config\.json") as caught:
+        load_head(str(tmp_path / "made"), target(), "input")
+    assert str(caught.value.hint).endswith("made/head does")
+
+
 def test_a_tied_target_does_not_tie_the_head(tmp_path: Path) -> None:
     """Its lm_head is stored, and used, whatever the target does; of one that is missing the target's is no stand-in."""
     plain = random_head(3)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
-from slipstream.errors import ConfigError
+import slipstream.speculate
+from slipstream.errors import ConfigError, ModelError
 from slipstream.speculate.registry import Target, build_drafter, check_spec, drafter_names, parse_spec
 from slipstream.testing.hash_lm import HashLM
 
@@ -36,6 +40,7 @@ def test_wrong_specs_are_refused(spec: str, must: str) -> None:
     "spec, must, hint",
     [
         ("ngrams", "must name one of", "did you mean ngram?"),
+        ("NGRAM", "must name one of", "did you mean ngram?"),
         ("zzz", "must name one of", "off is plain decoding"),
         ("ngram:witdh=3", "must have options of width, min_n, max_n, corpus, but got 'witdh'", "did you mean width?"),
         ("ngram:width=0", "width of --speculate ngram must be an integer from 1 to 64", None),
@@ -49,6 +54,19 @@ def test_wrong_names_and_options_are_found_without_a_model(spec: str, must: str,
     with pytest.raises(ConfigError, match=must) as caught:
         check_spec(spec)
     assert caught.value.hint is None if hint is None else hint in str(caught.value.hint)
+
+
+def test_a_file_that_is_no_drafter_is_named_with_what_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "half.py").write_text("def build(options, target): ...\n")
+    monkeypatch.setattr(slipstream.speculate, "__path__", [*slipstream.speculate.__path__, str(tmp_path)])
+    with pytest.raises(ConfigError, match=r"speculate/half\.py must have the functions parse and build, but has no parse"):
+        check_spec("half")
+
+
+def test_a_drafters_model_is_not_taken_for_the_target(tmp_path: Path) -> None:
+    spec = f"draft_model:model={tmp_path / 'nothing.gguf'}"
+    with pytest.raises(ModelError, match=re.escape(f"--speculate {spec}: model must be")):
+        build_drafter(spec, TARGET)
 
 
 @pytest.mark.parametrize("name", drafter_names())

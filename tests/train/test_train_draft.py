@@ -40,6 +40,8 @@ def test_the_head_it_makes_is_served_by_the_command_it_prints(tmp_path: Path, ca
     assert main(command(prompts, out)) == 0  # it is all there
     assert capsys.readouterr().out == said.out
     config = json.loads((out / "head" / "config.json").read_text())
+    modes = {path.stat().st_mode for path in (out / "head").iterdir()}
+    assert len(modes) == 1, "the weights can be read by whoever can read the rest"
     assert config["rope_theta"] == 10000.0
     assert not any("aux" in name for name in config)
     report = json.loads((out / "report.json").read_text())

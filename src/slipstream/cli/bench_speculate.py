@@ -35,6 +35,7 @@ OFF = "off"
 COPY, PLAIN = "copy", "plain"
 RULES = ("coupled", "rejection")
 STEP_ROWS = (1, 4, 8, 16)
+TRUSTED_ROUNDS = 10
 # What a system writes behind a prompt and its answer, at the very most: drafts that are not accepted.
 SPARE_LEN = 128
 # Settings that do not decide what is measured, or that stand in `setup` under a name of their own.
@@ -65,7 +66,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--concurrency", type=count, nargs="+", default=[1, 2, 4, 8, 16, 32], metavar="N", help="(default: 1 2 4 8 16 32)"
     )
     parser.add_argument(
-        "--rounds", type=count, default=12, metavar="N", help="turns of each system (default: 12; trust no less than 10)"
+        "--rounds",
+        type=count,
+        default=12,
+        metavar="N",
+        help=f"turns of each system (default: 12; trust no less than {TRUSTED_ROUNDS})",
     )
     parser.add_argument("--input-len", type=count, default=192, metavar="N", help="tokens of a prompt of `copy` (default: 192)")
     parser.add_argument("--output-len", type=count, default=96, metavar="N", help="tokens of every answer (default: 96)")
@@ -142,17 +147,22 @@ def system_configs(systems: Sequence[str] | None, rules: Sequence[str] | None, c
 def speculate_table(result: Mapping[str, Any]) -> str:
     """The result for people: what a step costs, then a row for each system and number of requests at once."""
     steps = [f"{rows}: {one['step_ms']:.1f} ms ({one['ratio']:.2f})" for rows, one in result["step_cost"].items()]
-    rows = [["PROMPTS", "AT ONCE", "SYSTEM", "TOK/S", "RATIO TO OFF", "ACCEPT LENGTH", "STEP MS", "ANSWERS THAT DIFFER"]]
+    head = ["PROMPTS", "AT ONCE", "SYSTEM", "TOK/S", "RATIO TO OFF", "DRAFTED A TOKEN", "TOKENS A STEP", "STEP MS"]
+    rows = [[*head, "ANSWERS THAT DIFFER"]]
     for kind, size, one in cells(result):
         for name, own in one["systems"].items():
             speed = [kind, size, name, f"{own['tokens_per_s']:.1f}"]
             if name == OFF:
-                rows.append([*speed, "", "", f"{own['step_ms']:.1f}", ""])
+                rows.append([*speed, "", "", "", f"{own['step_ms']:.1f}", ""])
                 continue
             ratio, differ = one["speed"][name], f"{one['num_differing'][name]} of {one['num_answers']}"
             interval = f"{ratio['median']:.3f} [{ratio['low']:.3f}, {ratio['high']:.3f}]"
-            rows.append([*speed, interval, f"{own['accept_length']:.2f}", f"{own['step_ms']:.1f}", differ])
-    return f"a step that verifies R rows of one request: {', '.join(steps)}\n\n{columns(rows, right=(1, 3, 5, 6, 7))}"
+            drafts = [f"{own['drafted_per_token']:.2f}", f"{own['accept_length']:.2f}"]
+            rows.append([*speed, interval, *drafts, f"{own['step_ms']:.1f}", differ])
+    table = f"a step that verifies R rows of one request: {', '.join(steps)}\n\n{columns(rows, right=(1, 3, 5, 6, 7, 8))}"
+    if (rounds := result["setup"]["rounds"]) < TRUSTED_ROUNDS:
+        table += f"\n\nof {rounds} rounds: the intervals of fewer than {TRUSTED_ROUNDS} are rough"
+    return table
 
 
 def cells(result: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:

@@ -18,7 +18,7 @@ import torch
 import slipstream.speculate
 from slipstream.attention.base import AttentionBackend
 from slipstream.attention.reference import ReferenceBackend
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, ModelError
 from slipstream.models.base import CausalLM
 from slipstream.speculate.accept import COUPLED, AcceptRule
 from slipstream.speculate.base import Drafter
@@ -86,7 +86,10 @@ def check_spec(spec: str) -> None:
 def build_drafter(spec: str, target: Target) -> tuple[str, Drafter]:
     """Build the drafter a `--speculate` value names; returns its name and the drafter."""
     name, options = parse_spec(spec)
-    drafter: Drafter = _module(name).build(options, target)
+    try:
+        drafter: Drafter = _module(name).build(options, target)
+    except ModelError as error:  # else it would read as if the target were meant
+        raise ModelError(f"--speculate {spec}: {error.message}", hint=error.hint) from error
     return name, drafter
 
 
@@ -98,10 +101,16 @@ def build_drafters(specs: Sequence[str], target: Target) -> dict[str, Drafter]:
 def _module(name: str) -> Any:
     names = drafter_names()
     if name not in names:
-        near = difflib.get_close_matches(name, names, n=1)
+        near = difflib.get_close_matches(name.lower(), names, n=1)
         hint = f"did you mean {near[0]}?" if near else "off is plain decoding"
         raise ConfigError(f"--speculate must name one of {', '.join(names)}, but got {name!r}", hint=hint)
-    return importlib.import_module(f"slipstream.speculate.{name}")
+    module = importlib.import_module(f"slipstream.speculate.{name}")
+    if missing := [part for part in ("parse", "build") if part not in vars(module)]:
+        raise ConfigError(
+            f"speculate/{name}.py must have the functions parse and build, but has no {' and no '.join(missing)}",
+            hint="docs/adding-a-drafter.md says what they do; a file that is no drafter belongs into speculate/heads",
+        )
+    return module
 
 
 def known_options(drafter: str, options: Mapping[str, str], *names: str) -> None:

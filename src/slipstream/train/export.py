@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from slipstream.models.config import ModelConfig
 from slipstream.train.folder import replacing
@@ -48,6 +48,6 @@ def export(head: Head, vocabulary: DraftVocabulary, target: ModelConfig, folder:
     }
     with replacing(folder) as partial:
         partial.mkdir()
-        save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
+        (partial / "model.safetensors").write_bytes(save(tensors, metadata={"format": "pt"}))  # with the modes of other files
         text = json.dumps({name: value for name, value in config.items() if value is not None}, indent=2)
         (partial / "config.json").write_text(text + "\n", encoding="utf-8")

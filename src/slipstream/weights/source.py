@@ -95,6 +95,8 @@ def _unknown(source: str) -> ModelError:
     hint = f"did you mean {near[0]}?" if near else None
     if hint is None and (Path(source).suffix or "/" in source):
         hint = "there is no file or folder of that name"
+    if any(letter.isspace() for letter in source):
+        hint = 'the model comes first: slipstream run MODEL "prompt"'
     return ModelError(
         f"model must be a folder, a .gguf file, a hub id (owner/name) or one of {', '.join(ALIASES)}, but got {shown(source)}",
         hint=hint,

@@ -61,6 +61,8 @@ def load_head(
     if found.is_gguf:
         raise ModelError(f"a draft head must be a folder of safetensors, but got {shown(source)}")
     name = found.path.name
+    if not (found.path / "config.json").is_file() and (found.path / "head" / "config.json").is_file():
+        raise ModelError(f"a draft head's folder must hold config.json, but {shown(source)} does not", hint=f"{source}/head does")
     raw = read_json(found.path / "config.json")
     stored = SafetensorsFolder(found.path)
     is_eagle3 = _is_eagle3(raw, stored.names())
